@@ -6,13 +6,15 @@
 The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row: `mean` and `rstd` are
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-The fast path (`_fits`): plain 2-D tensors, all float32, float16 or bfloat16, F a multiple of 8; no hooks, autocast or
-transforms. Everything else, and float32 with gradients on a CPU: the plain path, the Model's own lines.
+The fast path (`_fits`): y and the linear layer's 2-D output h, both float32, float16 or bfloat16, F a multiple of 8; no
+hooks, autocast or transforms. Everything else, and float32 with gradients on a CPU: the plain path, the Model's own
+lines.
 
-On a GPU, large float32 products without TF32 run on tensor cores, as three fp16 products, where that is faster
-(`product_pays`); all other products are cuBLAS's. `finish_rows` then reads h and y once and writes the output. The
-backward: `row_gradients` reads h, y and the output's gradient once and writes y's gradient and G, h's gradient; then
-dX = G W and dW = G^T x by the same product. Read "The rows" first, "The product" when you want to know how it is done.
+On a GPU a large float32 product (`_is_large`) without TF32 runs on tensor cores, as three fp16 products, where that is
+faster (`_BY_PIECES`); all others are the layer's own, cuBLAS's, and are launched first. `finish_rows` then reads h and
+y once and writes the output. The backward: `row_gradients` reads h, y and the output's gradient once and writes y's
+gradient and G, h's gradient; then dX = G W and dW = G^T x by the same product. Read "The rows" first, "The product"
+when you want to know how it is done.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB, and 0.6 GB for the split. H200,
 against eager: float32 1.25 ms, 2.23x, with the backward 3.75 ms, 2.20x; TF32 0.352 ms, 1.21x, 1.11x; bfloat16 0.187 ms,
@@ -54,9 +56,9 @@ CUDA_SOURCE = r"""
 // 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8 there, and lo is -1.599609.
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero. (After
-// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Below K = 1024, where
-// SGEMM itself rounds less, it is every 32.)
+// grow with K. After every 32, 64 or 128 of K the accumulators are added to float32 registers and begin anew from zero:
+// the more rarely, the larger K is, as SGEMM's own error grows with it. (Every 64 where it is 32 takes 9% less time,
+// every 128 where it is 64 another 4%, and errors may exceed SGEMM's by 1.2.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -71,17 +73,17 @@ CUDA_SOURCE = r"""
 //     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
 //   - Rows with values above 2^74, whose sums might overflow, have infinite doubt.
 //
-// PIECES is 2 for float32. It is 1 where TF32 is allowed: hi hi' alone, because hi has TF32's eleven bits.
+// A line is 32 of K, 128 bytes of a row: four quarters of 16 numbers, which is what an mma.sync takes of a row.
 //
-// A line is 128 bytes of a row: four quarters of 16 numbers, which is what an mma.sync takes of a row.
+//     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
-//     PIECES 2, 32 of K    | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
-//     PIECES 1, 64 of K    | hi of 0..15 | hi of 16..31 | hi of 32..47 | hi of 48..63 |
+// PIECES is 2. It is 1 where TF32 is allowed and cuBLAS multiplies: hi hi' alone, as hi has TF32's eleven bits.
 //
-// A block computes 128 x 128 of C, its tile. A stage, 32 KiB of shared memory, holds a line of the tile's 128 rows of A
-// and of its 128 rows of B; cp.async fills three stages in turn, two lines ahead of the multiplication. ldmatrix reads
-// the same 16 bytes of eight rows at once, which would all lie in the same banks. So chunk c of 16 bytes of row r is
-// stored at place c ^ r % 8:
+// A block of four warps computes 64 x 128 of C, its tile. Two blocks share an SM: while one waits, or is in its
+// epilogue, the other multiplies. A stage, 24 KiB of shared memory, holds a line of the tile's 64 rows of A and of its
+// 128 rows of B; cp.async fills three stages in turn, two lines ahead of the multiplication. ldmatrix reads the same 16
+// bytes of eight rows at once, which would all lie in the same banks. So chunk c of 16 bytes of row r is stored at
+// place c ^ r % 8:
 //
 //     place    0 1 2 3 4 5 6 7
 //     row 0    0 1 2 3 4 5 6 7
@@ -94,14 +96,16 @@ CUDA_SOURCE = r"""
 // that are the tile's 128 columns: first line 0 of all 32 rows, then line 1, ... ldmatrix transposes what it reads.
 
 constexpr int kLine = 64;  // fp16 numbers
-constexpr int kTile = 128;
+constexpr int kTileRows = 64;
+constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
-constexpr int kStageBytes = 2 * kTile * kLine * 2;
+constexpr int kStageBytes = (kTileRows + kTileColumns) * kLine * 2;
 constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
-constexpr int kBand = 8;  // rows of tiles that are taken column by column, so that their operands are still in L2
-// A warp computes 64 columns: of 32 rows with PIECES 2, which needs two sets of accumulators, otherwise of 64.
-template <int PIECES> constexpr int kRowTiles = PIECES == 2 ? 2 : 4;  // of 16 rows
-template <int PIECES> constexpr int kThreads = PIECES == 2 ? 256 : 128;
+constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that their operands are still in L2
+// Four warps, two down and two across. A warp computes 32 rows and 64 columns, its sums and its accumulators in
+// registers: 128 of a thread's 255.
+constexpr int kThreads = 128;
+constexpr int kRowTiles = 2;  // of 16 rows
 constexpr int kColumnTiles = 8;  // of 8 columns
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 struct Sum {
@@ -149,7 +153,9 @@ struct Rows {
     __half* pieces;
     float *unscale, *doubt;
 };
-// A block owns a row of x or, after those, of W. It reads the row twice: for the largest value, and to split it.
+// A block owns a row of x or, after those, of W. Its threads, at most 256, keep 32 values each in registers; what is
+// beyond those of the row is read twice, for the largest value and to split it.
+constexpr int kPairs = 16;  // of neighbouring values, that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256)
     split_rows(const __grid_constant__ Rows x, const __grid_constant__ Rows w, int k) {
     __shared__ unsigned largest_bits;  // of non-negative floats, which order as the floats do
@@ -157,26 +163,43 @@ template <int PIECES> __global__ void __launch_bounds__(256)
     const Rows& own = blockIdx.x < x.count ? x : w;
     const int64_t row = blockIdx.x < x.count ? blockIdx.x : blockIdx.x - x.count, pitch = pitch_of(k, PIECES);
     const float* const values = own.values + row * k;
+    const int step = 2 * blockDim.x, first = 2 * threadIdx.x;
+    const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
+        if (i >= k) return make_float2(0, 0);
+        if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
+        return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
+    };
+    float2 held[kPairs];
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) held[p] = pair_at(first + p * step);
     if (threadIdx.x == 0) {
         largest_bits = 0;
         coarse = 0;
     }
     __syncthreads();
     float largest = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < k; i += 256) largest = fmaxf(largest, finite_magnitude(values[i]));
+    const auto see = [&](const float2& pair) {
+        largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
+    };
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) see(held[p]);
+    for (int i = first + kPairs * step; i < k; i += step) see(pair_at(i));
     largest = reduce(largest, 32, Max());
     if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
     const float scale = power_of_two(exponent), unscale = power_of_two(-exponent);
     int own_coarse = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x * 2; i < pitch / PIECES; i += 512) {
-        const float first = i < k ? values[i] * scale : 0, second = i + 1 < k ? values[i + 1] * scale : 0;
-        own_coarse += (first != 0 && fabsf(first) < 0x1p-2f) + (second != 0 && fabsf(second) < 0x1p-2f);
-        store_pieces<PIECES>(own.pieces + row * pitch, i, first, second);
+    const auto split = [&](int i, const float2& pair) {
+        const float2 scaled = make_float2(pair.x * scale, pair.y * scale);
+        own_coarse += (scaled.x != 0 && fabsf(scaled.x) < 0x1p-2f) + (scaled.y != 0 && fabsf(scaled.y) < 0x1p-2f);
+        store_pieces<PIECES>(own.pieces + row * pitch, i, scaled.x, scaled.y);
+    };
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+        if (first + p * step < pitch / PIECES) split(first + p * step, held[p]);
     }
+    for (int i = first + kPairs * step; i < pitch / PIECES; i += step) split(i, pair_at(i));
     if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
     __syncthreads();
     if (threadIdx.x > 0) return;
@@ -227,14 +250,15 @@ struct PieceRows {
 struct Corner { int row, column; };
 // The first row and column of this block's tile.
 __device__ __forceinline__ Corner find_tile(int m, int n) {
-    const int across = (n + kTile - 1) / kTile, down = (m + kTile - 1) / kTile;
+    const int across = int(divide_up(n, kTileColumns));
+    const int down = int(divide_up(m, kTileRows));
     const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
     const int height = min(kBand, down - band);
-    return {(band + inside % height) * kTile, inside / height * kTile};
+    return {(band + inside % height) * kTileRows, inside / height * kTileColumns};
 }
 // A thread's part of the copies to the stages: one chunk of every (threads / 8)th row.
-template <int PIECES, bool TURNED> struct Copies {
-    static constexpr int kStep = kThreads<PIECES> / 8;
+template <bool TURNED> struct Copies {
+    static constexpr int kStep = kThreads / 8;
     const PieceRows &a, &b;
     Corner tile;
     int n, lines, first;
@@ -250,35 +274,36 @@ template <int PIECES, bool TURNED> struct Copies {
     }
     __device__ __forceinline__ void load(int line) {  // called for line 0, 1, 2, ...
         const uint32_t stage = to + line % kStages * kStageBytes;
-        const __half *own_a = from_a, *own_b = from_b;
 #pragma unroll
-        for (int i = 0; i < kTile && line < lines; i += kStep) {
-            const bool turned_exists = line * 32 + first < b.rows && (tile.column + i) * 2 < b.pitch;
-            copy_async(stage + i * 128, own_a, tile.row + first + i < a.rows);
-            copy_async(stage + (kTile + i) * 128, own_b, TURNED ? turned_exists : tile.column + first + i < n);
-            own_a += kStep * a.pitch;
-            own_b += TURNED ? kStep * 2 : kStep * b.pitch;
+        for (int i = 0; i < kTileRows && line < lines; i += kStep) {
+            copy_async(stage + i * 128, from_a + i * a.pitch, tile.row + first + i < a.rows);
+        }
+#pragma unroll
+        for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
+            const __half* const own = from_b + (TURNED ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
+            const bool turned_exists = line * 32 + first + i % 32 < b.rows && (tile.column + i / 32 * 32) * 2 < b.pitch;
+            const bool exists = TURNED ? turned_exists : tile.column + first + i < n;
+            copy_async(stage + (kTileRows + i) * 128, own, exists);
         }
         from_a += kLine;
         from_b += TURNED ? 32 * b.pitch : kLine;
         commit_copies();  // also of nothing, so that every line has its group
     }
 };
-// A warp's operands of mma. PIECES 2: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either; PIECES 1: two
-// quarters. From quarter to quarter some bits of a chunk's number c flip, and the same bits of its place, because
-// (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
-template <int PIECES, bool TURNED> struct Registers {
+// A warp's operands of mma: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either. From quarter to quarter
+// some bits of a chunk's number c flip, and the same bits of its place: (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
+template <bool TURNED> struct Registers {
     uint32_t lane_a, lane_b;  // where this lane points ldmatrix, in the first quarter of stage 0
-    uint32_t a[PIECES + 1][kRowTiles<PIECES>][4], b[PIECES + 1][kColumnTiles / 2][4];
+    uint32_t a[3][kRowTiles][4], b[3][kColumnTiles / 2][4];
     __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // of the warp, in its tile
         const int lane = threadIdx.x % 32;
         const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
         lane_a = stages + (row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
-        lane_b = stages + (kTile + column + of_b) * 128 + (chunk_b ^ lane % 8) * 16;
+        lane_b = stages + (kTileRows + column + of_b) * 128 + (chunk_b ^ lane % 8) * 16;
     }
     __device__ __forceinline__ void load_a(int slot, uint32_t stage, int quarter) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles<PIECES>; ++i) {
+        for (int i = 0; i < kRowTiles; ++i) {
             load_matrices<false>(a[slot][i], (lane_a + stage ^ quarter * 32) + i * 16 * 128);
         }
     }
@@ -291,9 +316,9 @@ template <int PIECES, bool TURNED> struct Registers {
         }
     }
     __device__ __forceinline__ void multiply_add(
-        float (&part)[kRowTiles<PIECES>][kColumnTiles][4], int slot_a, int slot_b) const {
+        float (&part)[kRowTiles][kColumnTiles][4], int slot_a, int slot_b) const {
 #pragma unroll
-        for (int i = 0; i < kRowTiles<PIECES>; ++i) {
+        for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
             for (int j = 0; j < kColumnTiles; ++j) {
                 const uint32_t (&pair)[4] = b[slot_b][j / 2];
@@ -307,85 +332,60 @@ template <int PIECES, bool TURNED> struct Registers {
 // at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. Four neighbouring lanes have 64 columns of a
 // row.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads<PIECES>, 3 - PIECES)
+template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
         int scales_pitch, int n, int lines, int anew, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ >= 800
-    if (PIECES == 1 && __CUDA_ARCH__ >= 1000) return;  // cuBLAS is faster, see product_pays
     extern __shared__ __align__(128) unsigned char stages[];
-    constexpr int kTiles = kRowTiles<PIECES>, kDown = kThreads<PIECES> / 64;  // warps, two across
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int warp_row = warp % kDown * 16 * kTiles, warp_column = warp / kDown * 64;
+    const int warp_row = warp / 2 * 32, warp_column = warp % 2 * 64;
     const Corner tile = find_tile(a.rows, n);
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
-    Copies<PIECES, TURNED> copies(a, b, tile, n, lines, base);
-    Registers<PIECES, TURNED> registers(base, warp_row, warp_column);
+    Copies<TURNED> copies(a, b, tile, n, lines, base);
+    Registers<TURNED> registers(base, warp_row, warp_column);
     for (int line = 0; line < kStages; ++line) copies.load(line);
     wait_copies<kStages - 1>();
     __syncthreads();
-    registers.load_a(PIECES == 2 ? 2 : 0, 0, PIECES == 2 ? 2 : 0);
+    registers.load_a(2, 0, 2);
     registers.load_b(0, 0, 0);
-    float sum[kTiles / 2][4][16] = {};
+    float sum[4][16] = {};
     int line = 0;
-    do {  // with PIECES 1 once
-        float part[kTiles][kColumnTiles][4] = {}, scale[2 * kTiles];
-        const auto load_scales = [&] {
+    do {
+        float part[kRowTiles][kColumnTiles][4] = {}, scale[4];
 #pragma unroll
-            for (int i = 0; i < 2 * kTiles; ++i) {
-                const int row = min(tile.row + warp_row + i * 8 + lane / 4, a.rows - 1);
-                scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
-            }
-        };
-        if (PIECES == 2) load_scales();
+        for (int i = 0; i < 4; ++i) {
+            const int row = min(tile.row + warp_row + i * 8 + lane / 4, a.rows - 1);
+            scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
+        }
         const int end = min(line + anew, lines);
         for (; line < end; ++line) {  // ldmatrix brings what comes next during each multiply_add
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            const auto advance = [&] {  // the next line is there, and all warps have read this one: it is overwritten
-                wait_copies<kStages - 2>();
-                __syncthreads();
-                copies.load(line + kStages);
-            };
-            if constexpr (PIECES == 2) {  // the small products come first, as an accumulator truncates to its own size
-                registers.load_a(0, stage, 0);
-                registers.load_b(2, stage, 2);
-                registers.multiply_add(part, 2, 0);
-                registers.load_a(2, stage, 3);
-                registers.load_b(1, stage, 1);
-                registers.multiply_add(part, 0, 2);
-                registers.load_a(1, stage, 1);
-                registers.load_b(2, stage, 3);
-                registers.multiply_add(part, 2, 1);
-                registers.multiply_add(part, 1, 2);
-                advance();
-                registers.multiply_add(part, 0, 0);
-                registers.load_a(2, next, 2);
-                registers.load_b(0, next, 0);
-                registers.multiply_add(part, 1, 1);
-            } else {
-#pragma unroll
-                for (int quarter = 0; quarter < 4; ++quarter) {
-                    const int coming = (quarter + 1) % 4;
-                    if (coming == 0) advance();
-                    registers.load_a(coming % 2, coming == 0 ? next : stage, coming);
-                    registers.load_b(coming % 2, coming == 0 ? next : stage, coming);
-                    registers.multiply_add(part, quarter % 2, quarter % 2);
-                }
-            }
+            // The small products come first, as an accumulator truncates to its own size.
+            registers.load_a(0, stage, 0);
+            registers.load_b(2, stage, 2);
+            registers.multiply_add(part, 2, 0);
+            registers.load_a(2, stage, 3);
+            registers.load_b(1, stage, 1);
+            registers.multiply_add(part, 0, 2);
+            registers.load_a(1, stage, 1);
+            registers.load_b(2, stage, 3);
+            registers.multiply_add(part, 2, 1);
+            registers.multiply_add(part, 1, 2);
+            wait_copies<kStages - 2>();  // the next line is there, and all warps have read this one: it is overwritten
+            __syncthreads();
+            copies.load(line + kStages);
+            registers.multiply_add(part, 0, 0);
+            registers.load_a(2, next, 2);
+            registers.load_b(0, next, 0);
+            registers.multiply_add(part, 1, 1);
         }
-        if (PIECES == 1) load_scales();
 #pragma unroll
-        for (int i = 0; i < 2 * kTiles; ++i) {
+        for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 2 * kColumnTiles; ++j) {
-                float& own = sum[i / 4][i % 4][j];
-                own = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], own);
-            }
+            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
         }
-    } while (PIECES == 2 && line < lines);
-#pragma unroll
-    for (int i = 0; i < kTiles / 2; ++i) {
-        epilogue(tile.row + warp_row + 32 * i + lane / 4, tile.column + warp_column + lane % 4 * 2, sum[i]);
-    }
+    } while (line < lines);
+    epilogue(tile.row + warp_row + lane / 4, tile.column + warp_column + lane % 4 * 2, sum);
 #endif
 }
 // Stores what a thread has of C (m, n).
@@ -408,20 +408,22 @@ struct Linear {
     const float *x, *weight, *bias;
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
-    __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
+    template <int COLUMNS>
+    __device__ __forceinline__ void finish(int row, int next_row, int column, float (&v)[4][COLUMNS]) const {
+        const auto column_at = [&](int j) { return COLUMNS == 16 ? column_of(column, j) : column + j; };
         uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool exists = row + 8 * i < m;
-            unscale_x[i] = exists ? unscale[row + 8 * i] : 1;
-            doubt_x[i] = exists ? doubt[row + 8 * i] : -INFINITY;
+            const bool exists = row + i * next_row < m;
+            unscale_x[i] = exists ? unscale[row + i * next_row] : 1;
+            doubt_x[i] = exists ? doubt[row + i * next_row] : -INFINITY;
         }
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const int at = min(column_of(column, j), n - 1);
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int at = min(column_at(j), n - 1);
             const float unscale_w = unscale[m + at], plus = bias[at];
-            const float doubt_w = column_of(column, j) < n ? doubt[m + at] : -INFINITY;
+            const float doubt_w = column_at(j) < n ? doubt[m + at] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
@@ -433,12 +435,15 @@ struct Linear {
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int at = column_of(__shfl_sync(~0u, column, owner), which % 16);
-            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * 8, at) + bias[at];
+            const int at = __shfl_sync(~0u, column_at(which % 16), owner);
+            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * next_row, at) + bias[at];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
-            for (int i = 0; i < 64; ++i) v[i / 16][i % 16] = i == which ? own : v[i / 16][i % 16];
+            for (int i = 0; i < 4 * COLUMNS; ++i) {
+                float& value = v[i / COLUMNS][i % COLUMNS];
+                value = i / COLUMNS * 16 + i % COLUMNS == which ? own : value;
+            }
         }
     }
     __device__ __forceinline__ float multiply_rows(int64_t of_x, int64_t of_w) const {
@@ -448,49 +453,22 @@ struct Linear {
         return reduce(sum, 32, Sum());
     }
 };
-struct StoreProduct {  // the epilogue that stores C as it is
-    float* out;
-    int m, n;
-    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
-        store_values(out, row, column, m, n, v);
-    }
-};
 
 // ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
-static int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
+template <bool TURNED, class Epilogue> static cudaError_t launch_multiply(const PieceRows& a, const PieceRows& b,
+    const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    int device = 0;
+    int major = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, attribute, device);
-    return value;
-}
-// Whether this product of (m, k) by (n, k) beats cuBLAS's, in float32 (pieces 2) or TF32 (1), on the current device:
-//
-//     8.0, 9.0, 10.x        yes: tensor cores do 16, 7 and 7 times what FMAs do (mma.sync, with float32 sums), so three
-//                           products are about 4, 2.5 and 2.5 times as fast as one of SGEMM
-//     8.6, 8.7, 8.9, 12.x   no: 2 to 4 times, less than three products and the split take
-//     7.5                   no: without cp.async
-//
-// Small products leave SMs without a tile; with few rows or columns the split takes longer than it saves.
-extern "C" bool product_pays(int64_t m, int64_t n, int64_t k, int pieces) {
-    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
-    const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
-    if (!(major == 8 && minor == 0 || major == 9 || major == 10)) return false;
-    if (m < 128 || n < 128 || k < 128 || (m | n | k) >> 24 != 0 || double(m) * n * k < 0x1p30) return false;
-    if (pieces == 1 && (major == 10 || m * n < 2048 * (m + n))) return false;
-    const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount);
-    const int64_t tiles = divide_up(m, kTile) * divide_up(n, kTile), rounds = divide_up(tiles, sms);
-    return double(rounds * sms) * kTile * kTile <= (pieces == 2 ? 2.2 : 1.2) * m * n;
-}
-template <int PIECES, bool TURNED, class Epilogue> static cudaError_t launch_multiply(const PieceRows& a,
-    const PieceRows& b, const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue,
-    cudaStream_t stream) {
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (major < 8) return cudaErrorNotSupported;
     constexpr int kBytes = kStages * kStageBytes;
-    const auto kernel = multiply<PIECES, TURNED, Epilogue>;
+    const auto kernel = multiply<TURNED, Epilogue>;
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    const unsigned tiles = unsigned(divide_up(a.rows, kTile) * divide_up(n, kTile));
-    const int lines = int(pitch_of(k, PIECES) / kLine), anew = PIECES == 1 ? lines : k < 1024 ? 1 : 2;
-    kernel<<<tiles, kThreads<PIECES>, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
+    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    const int lines = int(pitch_of(k, 2) / kLine), anew = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
     return cudaGetLastError();
 }
 // The workspace of a split x (m, k) and W (n, k): the pieces of both, their unscale, their doubt.
@@ -508,21 +486,118 @@ template <int PIECES> struct Split {
     }
     PieceRows operand(const Rows& rows) const { return {rows.pieces, int(rows.count), pitch_of(k, PIECES)}; }
     cudaError_t launch(cudaStream_t stream) const {
-        split_rows<PIECES><<<unsigned(x.count + w.count), 256, 0, stream>>>(x, w, k);
+        int threads = 32;  // the fewest that hold a row, if they can
+        while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
+        split_rows<PIECES><<<unsigned(x.count + w.count), threads, 0, stream>>>(x, w, k);
         return cudaGetLastError();
     }
 };
 // h = x W^T + bias, and what its epilogue makes of it.
-template <int PIECES, class Epilogue>
-static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_t stream) {
+template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_t stream) {
     Linear& own = epilogue.linear;
-    const Split<PIECES> split(own.x, own.weight, workspace, own.m, own.n, own.k);
+    const Split<2> split(own.x, own.weight, workspace, own.m, own.n, own.k);
     own.unscale = split.x.unscale;
     own.doubt = split.x.doubt;
     const cudaError_t error = split.launch(stream);
     if (error != cudaSuccess) return error;
     const PieceRows a = split.operand(split.x), b = split.operand(split.w);
-    return launch_multiply<PIECES, false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+    return launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+}
+
+// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
+//
+// Both are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over the rows of
+// B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these
+// scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. Small rows lose no accuracy.
+// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
+// So a block can split 128 x 128 values of G without knowing any others:
+//
+//     G (m, n)                   rows of A:     for dX the rows of G, K = n       for dW the columns of G, K = m
+//     +-------+-------+---       B, split:      W                                 x
+//     | block |       |          scales:        [n / 128][m]                      [m / 128][n]
+//     +-------+-------+---
+constexpr int kSide = 128;  // rows and columns of G that a block owns
+static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
+constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
+constexpr int kSplitThreads = 256;
+struct GradientSplit {
+    const float* g;
+    int m, n;
+    bool of_weight;  // dW rather than dX
+    const float* factors;  // [K]: the inverse scales of B's rows
+    __half* pieces;  // A's
+    float* scales;  // inverse ones, of each part of each row of A
+};
+// A block reads its values of G to shared memory, as zeros where there are none. Then 16 lanes own a row of A, a lane
+// two neighbouring values in 32.
+__global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ GradientSplit own) {
+    extern __shared__ float values[];
+    const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
+        const int row = first_row + i / kSide, column = first_column + i % kSide;
+        const bool exists = row < own.m && column < own.n;
+        values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
+    }
+    __syncthreads();
+    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;  // in shared memory
+    const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
+    const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
+    const int64_t pitch = pitch_of(terms, 2);
+    for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
+        const int row = first + i;
+        float v[kSide / 16], largest = 0;
+#pragma unroll
+        for (int j = 0; j < kSide / 16; ++j) {
+            const int at = j / 2 * 32 + lane * 2 + j % 2;
+            const float factor = first_k + at < terms ? own.factors[first_k + at] : 0;
+            v[j] = values[i * next_row + at * next_k] * factor;
+            largest = fmaxf(largest, finite_magnitude(v[j]));
+        }
+        const int exponent = scale_exponent(reduce(largest, 16, Max()));
+        const float scale = power_of_two(exponent);
+        if (row >= rows) continue;
+#pragma unroll
+        for (int j = 0; j < kSide / 16; j += 2) {
+            const int at = first_k + j / 2 * 32 + lane * 2;
+            if (2 * at < pitch) store_pieces<2>(own.pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
+        }
+        if (lane == 0) own.scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+    }
+}
+struct StoreProduct {  // the epilogue that stores C as it is
+    float* out;
+    int m, n;
+    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
+        store_values(out, row, column, m, n, v);
+    }
+};
+// The workspace of the next function: the split `other`, then the pieces of A, then its scales.
+extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k) {
+    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
+    const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
+    return split_bytes(terms, 0, k, 2) + rows * (pieces + divide_up(terms, kSide) * int64_t(sizeof(float)));
+}
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k).
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
+    int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
+    const Split<2> split(other, nullptr, workspace, terms, 0, k);
+    __half* const pieces = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(terms, 0, k, 2));
+    float* const scales = reinterpret_cast<float*>(pieces + rows * pitch_of(terms, 2));
+    cudaError_t error = split.launch(stream);
+    if (error != cudaSuccess) return error;
+    constexpr int kBytes = kSide * kPitch * int(sizeof(float));
+    error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
+    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(
+        {g, int(m), int(n), of_weight, split.x.unscale, pieces, scales});
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    const PieceRows a = {pieces, int(rows), pitch_of(terms, 2)};
+    const StoreProduct epilogue = {out, int(rows), int(k)};
+    return launch_multiply<true>(a, split.operand(split.x), scales, rows, k, terms, epilogue, stream);
 }
 
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
@@ -734,120 +809,20 @@ extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, con
     });
 }
 
-// ---- h = x W^T + bias, and its gradients dX = G W and dW = G^T x from G, h's gradient, by the product ----
+// ---- h = x W^T + bias by the product ----
 
-struct StoreLinear {  // the epilogue of h
+struct StoreLinear {
     Linear linear;
     float* h;
     __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
-        linear.finish(row, column, v);
+        linear.finish(row, 8, column, v);
         store_values(h, row, column, linear.m, linear.n, v);
     }
 };
-
-// Both gradients are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over
-// the rows of B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses
-// of these scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. Each 128 of K of a
-// row of A have a scale of their own, which is possible because accumulators begin anew after them. So a block can
-// split 128 x 128 values of G without knowing any others:
-//
-//     G (m, n)                   rows of A:     for dX the rows of G, K = n       for dW the columns of G, K = m
-//     +-------+-------+---       B, split:      W                                 x
-//     | block |       |          scales:        [n / 128][m]                      [m / 128][n]
-//     +-------+-------+---
-constexpr int kSide = 128;  // rows and columns of G that a block owns
-static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
-constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
-constexpr int kSplitThreads = 256;
-struct GradientSplit {
-    const float* g;
-    int m, n;
-    bool of_weight;  // dW rather than dX
-    const float* factors;  // [K]: the inverse scales of B's rows
-    __half* pieces;  // A's
-    float* scales;  // inverse ones, of each part of each row of A
-};
-// A block reads its values of G to shared memory, as zeros where there are none. Then 16 lanes own a row of A, a lane
-// two neighbouring values in 32.
-__global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ GradientSplit own) {
-    extern __shared__ float values[];
-    const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
-        const int row = first_row + i / kSide, column = first_column + i % kSide;
-        const bool exists = row < own.m && column < own.n;
-        values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
-    }
-    __syncthreads();
-    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;  // in shared memory
-    const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
-    const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
-    const int64_t pitch = pitch_of(terms, 2);
-    for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
-        const int row = first + i;
-        float v[kSide / 16], largest = 0;
-#pragma unroll
-        for (int j = 0; j < kSide / 16; ++j) {
-            const int at = j / 2 * 32 + lane * 2 + j % 2;
-            const float factor = first_k + at < terms ? own.factors[first_k + at] : 0;
-            v[j] = values[i * next_row + at * next_k] * factor;
-            largest = fmaxf(largest, finite_magnitude(v[j]));
-        }
-        const int exponent = scale_exponent(reduce(largest, 16, Max()));
-        const float scale = power_of_two(exponent);
-        if (row >= rows) continue;
-#pragma unroll
-        for (int j = 0; j < kSide / 16; j += 2) {
-            const int at = first_k + j / 2 * 32 + lane * 2;
-            if (2 * at < pitch) store_pieces<2>(own.pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
-        }
-        if (lane == 0) own.scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
-    }
-}
-
-// h = x W^T + bias in float32. The workspace has split_bytes(m, n, k, 2).
 extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* workspace,
     int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const Linear linear = {x, weight, bias, nullptr, nullptr, int(m), int(n), int(k)};
-    return launch_linear<2>(StoreLinear{linear, h}, workspace, stream);
-}
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The workspace holds the split
-// `other`, then the pieces of A, then its scales.
-struct GradientProduct {
-    int64_t rows, terms, k;  // A is (rows, terms), B (terms, k)
-    Split<2> split;
-    __half* pieces;
-    float* scales;
-    GradientProduct(bool of_weight, const float* other, void* workspace, int64_t m, int64_t n, int64_t k)
-        : rows(of_weight ? n : m), terms(of_weight ? m : n), k(k), split(other, nullptr, workspace, terms, 0, k) {
-        pieces = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(terms, 0, k, 2));
-        scales = reinterpret_cast<float*>(pieces + rows * pitch_of(terms, 2));
-    }
-};
-extern "C" int64_t gradient_workspace(bool of_weight, int64_t m, int64_t n, int64_t k) {
-    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
-    const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
-    return split_bytes(terms, 0, k, 2) + rows * (pieces + divide_up(terms, kSide) * int64_t(sizeof(float)));
-}
-extern "C" int launch_split_gradient(bool of_weight, const float* g, const float* other, void* workspace, int64_t m,
-    int64_t n, int64_t k, cudaStream_t stream) {
-    const GradientProduct own(of_weight, other, workspace, m, n, k);
-    cudaError_t error = own.split.launch(stream);
-    if (error != cudaSuccess) return error;
-    constexpr int kBytes = kSide * kPitch * int(sizeof(float));
-    error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(
-        {g, int(m), int(n), of_weight, own.split.x.unscale, own.pieces, own.scales});
-    return cudaGetLastError();
-}
-extern "C" int launch_multiply_gradient(
-    bool of_weight, void* workspace, float* out, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const GradientProduct own(of_weight, nullptr, workspace, m, n, k);
-    const PieceRows a = {own.pieces, int(own.rows), pitch_of(own.terms, 2)}, b = own.split.operand(own.split.x);
-    const StoreProduct epilogue = {out, int(own.rows), int(k)};
-    return launch_multiply<2, true>(a, b, own.scales, own.rows, k, own.terms, epilogue, stream);
+    return launch_linear(StoreLinear{linear, h}, workspace, stream);
 }
 """
 
@@ -856,9 +831,6 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
@@ -867,48 +839,74 @@ CPP_SOURCE = r"""
 #endif
 
 namespace {
-using Outputs = std::tuple<at::Tensor, at::Tensor>;
-void check_inputs(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y) {
+// ---- The product in C++: the same text in both linear_*.py. ----
+
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
+at::Tensor gradient_meta(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
+    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(of_weight ? 0 : 1) == other.sym_size(0), "G, W or x");
+    return at::empty_symint({g.sym_size(of_weight ? 1 : 0), other.sym_size(1)}, g.options());
+}
+
+#ifdef WITH_CUDA
+extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces);
+extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k);
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
+    int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
+    const at::Tensor ready = t.contiguous();
+    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
+}
+at::Tensor bytes(int64_t count, const at::Tensor& like) { return at::empty({count}, like.options().dtype(at::kByte)); }
+cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
+void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
+int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
+    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
+}
+// Sizes that the product's kernels can take; whether they pay is asked in Python.
+void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0, "float32 matrices");
+}
+at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
+    const c10::cuda::CUDAGuard guard(g.device());
+    const at::Tensor out = gradient_meta(g, other, of_weight), given = aligned(g), second = aligned(other);
+    const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
+    check_product(g, m, n, k);
+    const at::Tensor workspace = bytes(gradient_bytes(of_weight, m, n, k), g);
+    check_launch(launch_gradient(of_weight, given.data_ptr<float>(), second.data_ptr<float>(), out.data_ptr<float>(),
+        workspace.data_ptr(), m, n, k, current_stream()));
+    return out;
+}
+#endif
+
+// h = x weight^T + bias: x (m, k), weight (n, k), bias (n), in float32.
+at::Tensor forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == n, "bias (n)");
-    TORCH_CHECK(y.dim() == 2 && y.sym_size(0) == m && y.sym_size(1) == n, "y (m, n)");
-    for (const at::Tensor& t : {weight, bias, y}) {
+    for (const at::Tensor& t : {weight, bias}) {
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
     }
+    return at::empty_symint({m, n}, x.options());
 }
-at::Tensor single(const at::Tensor& t) { return t.to(at::kFloat).contiguous(); }
-// Whether a GPU computes float16 or bfloat16 in float32 and rounds the results once: small products, whose gradients
-// have few values. Each is a long sum whose terms cancel (h's gradients are orthogonal to h), so that one draw of their
-// roundings to 16 bits would show whole; among many values it does not.
-bool is_widened(const at::Tensor& x, const at::Tensor& weight) {
-    const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0), k = x.sym_size(1);
-    return x.scalar_type() != at::kFloat && (m * k < 64 || n < 64) && m * n * k <= 1 << 22;
+// The rest of the network from h: h, y and the result are (m, n), of one dtype and device.
+at::Tensor finish_meta(const at::Tensor& h, const at::Tensor& y, double) {
+    TORCH_CHECK(h.dim() == 2 && y.dim() == 2 && h.sym_sizes() == y.sym_sizes(), "h and y (m, n)");
+    TORCH_CHECK(h.scalar_type() == y.scalar_type() && h.device() == y.device(), "one dtype and device");
+    return at::empty_symint(h.sym_sizes(), h.options());
 }
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded` on a GPU,
-// h = x weight^T + bias, which the backward reads: in float32 if it was worked out so.
-Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
-    bool, bool recorded) {
-    check_inputs(x, weight, bias, y);
-    const at::Tensor out = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
-    if (!recorded) return {out, at::empty({0}, x.options())};
-    return {out, at::empty_like(out, is_widened(x, weight) ? at::kFloat : x.scalar_type())};
-}
-// The gradients of x, weight, bias and y; one that is not needed comes back without elements.
-std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor&, const at::Tensor& y, double, bool, std::array<bool, 4> needs) {
-    for (const at::Tensor& t : {grad, weight, y}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "one dtype");
-    const auto result = [&](bool need, c10::SymIntArrayRef size) {
-        return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
-    };
-    return {result(needs[0], x.sym_sizes()), result(needs[1], weight.sym_sizes()),
-        result(needs[2], weight.sym_sizes().slice(0, 1)), result(needs[3], y.sym_sizes())};
+// The gradients of h and y; y's comes back without elements if it is not wanted.
+std::tuple<at::Tensor, at::Tensor> finish_backward_meta(
+    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, double, bool of_y) {
+    TORCH_CHECK(grad.scalar_type() == h.scalar_type() && grad.sym_sizes() == h.sym_sizes(), "grad (m, n)");
+    return {finish_meta(h, y, eps), of_y ? at::empty_symint(h.sym_sizes(), h.options()) : at::empty({0}, h.options())};
 }
 
-// h, y and out (m, n) in float32. Statistics are added up in double.
-void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
+// Statistics are added up in double.
+at::Tensor finish_cpu(const at::Tensor& given, const at::Tensor& given_y, double eps) {
+    const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
+    const at::Tensor h = single(given), y = single(given_y), out = at::empty_like(h);
     const int64_t n = h.size(1);
-    at::parallel_for(0, h.size(0), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, n > 0 ? h.size(0) : 0, std::max<int64_t>(1, 16384 / (n + 1)), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const float* from = h.const_data_ptr<float>() + row * n;
             const float* other = y.const_data_ptr<float>() + row * n;
@@ -924,138 +922,79 @@ void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor&
             for (int64_t i = 0; i < n; ++i) to[i] = (((from[i] - hi) - lo) * rstd + other[i]) * other[i];
         }
     });
-}
-Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-    double eps, bool, bool) {
-    check_inputs(x, weight, bias, y);
-    const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
-    if (h.numel() > 0) finish_rows_cpu(h, single(y), result, eps);
-    return {result.to(x.scalar_type()), at::empty({0}, x.options())};
+    return out.to(given.scalar_type());
 }
 
 #ifdef WITH_CUDA
-// ---- The product in C++: the same text in both linear_*.py. ----
-extern "C" bool product_pays(int64_t m, int64_t n, int64_t k, int pieces);
-extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces);
-at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
-    const at::Tensor ready = t.contiguous();
-    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
-}
-at::Tensor bytes(int64_t count, const at::Tensor& like) { return at::empty({count}, like.options().dtype(at::kByte)); }
-float* floats_or_null(const at::Tensor& t) { return t.defined() && t.numel() > 0 ? t.data_ptr<float>() : nullptr; }
-cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
-void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-
 extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* workspace,
     int64_t m, int64_t n, int64_t k, cudaStream_t stream);
-extern "C" int64_t gradient_workspace(bool of_weight, int64_t m, int64_t n, int64_t k);
-extern "C" int launch_split_gradient(bool of_weight, const float* g, const float* other, void* workspace, int64_t m,
-    int64_t n, int64_t k, cudaStream_t stream);
-extern "C" int launch_multiply_gradient(
-    bool of_weight, void* workspace, float* out, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int launch_finish_rows(
     int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream);
 extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* grad_h,
     void* grad_y, int64_t m, int64_t n, float eps, float truncated, cudaStream_t stream);
-int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
-    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
-}
-// Whether h = x W^T + bias is the product of the kernels, of split float32: no other pays beside cuBLAS here.
-bool is_split(const at::Tensor& x, int64_t n, bool tf32) {
-    return x.scalar_type() == at::kFloat && !tf32 && product_pays(x.size(0), n, x.size(1), 2);
-}
-// Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small, measured for K of 128
-// to 20000. (Accumulators begin anew more often where K is below 1024.) In z that cancels, but it would make all of h's
-// gradients too large.
-float truncation_of(int64_t k) { return (k < 1024 ? 0.33f : 1.13f) * 0x1p-23f; }
 
-Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-    double eps, bool tf32, bool recorded) {
-    check_inputs(x, weight, bias, y);
-    if (is_widened(x, weight)) {
-        const auto [out, h] = forward_cuda(single(x), single(weight), single(bias), single(y), eps, tf32, recorded);
-        return {out.to(x.scalar_type()), h};
-    }
+at::Tensor forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor h = forward_meta(x, weight, bias), rows = aligned(x), columns = aligned(weight);
+    const at::Tensor plus = aligned(bias);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    at::Tensor h;
-    if (is_split(x, n, tf32)) {
-        h = at::empty({m, n}, x.options());
-        const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        const at::Tensor workspace = bytes(split_bytes(m, n, k, 2), x);
-        check_launch(launch_product(rows.data_ptr<float>(), columns.data_ptr<float>(), plus.data_ptr<float>(),
-            h.data_ptr<float>(), workspace.data_ptr(), m, n, k, current_stream()));
-    } else {
-        h = at::linear(x, weight, bias);
-    }
-    const at::Tensor out = recorded ? at::empty_like(h) : h;  // finish_rows may write where it reads
-    if (h.numel() > 0) {
-        check_launch(launch_finish_rows(
-            kernel_dtype(x), h.data_ptr(), aligned(y).data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
-    }
-    return {out, recorded ? h : at::empty({0}, x.options())};
+    check_product(x, m, n, k);
+    const at::Tensor workspace = bytes(split_bytes(m, n, k, 2), x);
+    check_launch(launch_product(rows.data_ptr<float>(), columns.data_ptr<float>(), plus.data_ptr<float>(),
+        h.data_ptr<float>(), workspace.data_ptr(), m, n, k, current_stream()));
+    return h;
 }
-
-std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& y, double eps, bool tf32, std::array<bool, 4> needs) {
-    if (h.scalar_type() != x.scalar_type()) {  // is_widened
-        auto results = backward_cuda(single(grad), single(x), single(weight), h, single(y), eps, tf32, needs);
-        for (at::Tensor& gradient : results) gradient = gradient.to(x.scalar_type());
-        return results;
-    }
-    auto results = backward_meta(grad, x, weight, h, y, eps, tf32, {false, false, false, needs[3]});
-    const c10::cuda::CUDAGuard guard(x.device());
-    const int64_t m = h.size(0), n = h.size(1), k = x.size(1);
-    TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0, "rows of a multiple of 8 features");
-    const bool split = is_split(x, n, tf32);  // then h is the product's
+at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    const at::Tensor out = finish_meta(h, y, eps), kept = aligned(h), others = aligned(y);
+    const int64_t m = h.size(0), n = h.size(1);
+    TORCH_CHECK(n % 8 == 0, "rows of a multiple of 8 features");
+    if (h.numel() == 0) return out;
+    check_launch(launch_finish_rows(
+        kernel_dtype(h), kept.data_ptr(), others.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
+    return out;
+}
+std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(
+    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, double truncated, bool of_y) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    auto [grad_h, grad_y] = finish_backward_meta(grad, h, y, eps, truncated, of_y);
     const at::Tensor given = aligned(grad), kept = aligned(h), others = aligned(y);
-    at::Tensor grad_h = at::empty_like(kept);
-    check_launch(launch_row_gradients(kernel_dtype(x), kept.data_ptr(), others.data_ptr(), given.data_ptr(),
-        grad_h.data_ptr(), results[3].data_ptr(), m, n, float(eps), split ? truncation_of(k) : 0, current_stream()));
-    // In float64 where h is nearer to the truth than cuBLAS's: the rounding of the sum would be most of the error.
-    const at::ScalarType sum_type = split ? at::kDouble : x.scalar_type();
-    if (needs[2]) results[2] = grad_h.sum(at::IntArrayRef{0}, false, sum_type).to(x.scalar_type());
-    if (split && product_pays(m, k, n, 2) && product_pays(n, k, m, 2)) {
-        for (const bool of_weight : {false, true}) {  // one after the other, for memory
-            if (!needs[of_weight]) continue;
-            const at::Tensor other = aligned(of_weight ? x : weight);
-            const at::Tensor workspace = bytes(gradient_workspace(of_weight, m, n, k), x);
-            check_launch(launch_split_gradient(of_weight, grad_h.data_ptr<float>(), other.data_ptr<float>(),
-                workspace.data_ptr(), m, n, k, current_stream()));
-            if (of_weight) grad_h.reset();  // so that dW takes its memory
-            results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());
-            check_launch(launch_multiply_gradient(
-                of_weight, workspace.data_ptr(), results[of_weight].data_ptr<float>(), m, n, k, current_stream()));
-        }
-    } else {
-        if (needs[0]) results[0] = grad_h.mm(weight);
-        if (needs[1]) results[1] = grad_h.t().mm(x);
-    }
-    return results;
+    const int64_t m = h.size(0), n = h.size(1);
+    TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0, "rows of a multiple of 8 features");
+    check_launch(launch_row_gradients(kernel_dtype(h), kept.data_ptr(), others.data_ptr(), given.data_ptr(),
+        grad_h.data_ptr(), of_y ? grad_y.data_ptr() : nullptr, m, n, float(eps), float(truncated), current_stream()));
+    return {grad_h, grad_y};
 }
 #endif
 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded)"
+    m.def("forward(Tensor x, Tensor weight, Tensor bias) -> Tensor");
+    m.def("gradient(Tensor g, Tensor other, bool of_weight) -> Tensor");
+    m.def("finish(Tensor h, Tensor y, float eps) -> Tensor");
+    m.def("finish_backward(Tensor grad, Tensor h, Tensor y, float eps, float truncated, bool of_y)"
           " -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor y, float eps, bool tf32, bool[4] needs)"
-          " -> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
+TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("finish", finish_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
-    m.impl("backward", backward_meta);
+    m.impl("gradient", gradient_meta);
+    m.impl("finish", finish_meta);
+    m.impl("finish_backward", finish_backward_meta);
 }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", forward_cuda);
-    m.impl("backward", backward_cuda);
+    m.impl("gradient", gradient_cuda);
+    m.impl("finish", finish_cuda);
+    m.impl("finish_backward", finish_backward_cuda);
 }
 #endif
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    for (const char* name : {"forward", "gradient", "finish", "finish_backward"}) {
+        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    }
 }
 """
 
@@ -1171,14 +1110,59 @@ def _allows_tf32() -> bool:
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_instance_norm_residual")
-_forward = getattr(torch.ops, NAMESPACE).forward
-
+_operators = getattr(torch.ops, NAMESPACE)
 # x86 CPUs without instructions for bfloat16: float32 is 2 to 4 times as fast from 32 rows on, the conversions included.
 _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
+# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than one of SGEMM: 8.0, 9.0 and
+# 10.x, where one is 16, 7 and 7 times as fast as SGEMM by mma.sync; not 8.6, 8.7, 8.9 and 12.x (2 to 4 times), nor 7.5,
+# which has no cp.async.
+_BY_PIECES = {
+    gpu
+    for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
+    if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]
+}
 
 
-def _is_upcast(x: torch.Tensor) -> bool:
-    return x.is_cpu and _WITHOUT_BF16 and x.dtype is not torch.float32 and x.shape[0] >= 32
+def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether linear(x) is x W^T + bias of ordinary matrices."""
+    if not isinstance(x, torch.Tensor) or not _is_plain(linear, nn.Linear) or linear.bias is None or x.dim() != 2:
+        return False
+    weight, bias = linear.weight, linear.bias
+    return weight.shape == (len(bias), x.shape[1]) and _are_plain(x, weight, bias)
+
+
+def _is_large(m: int, n: int, k: int) -> bool:
+    """Whether the kernels' product of (m, k) by (n, k) pays. With fewer than 2^20 sums some SMs have no tile; with few
+    rows, columns or terms the split takes longer than is saved."""
+    return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
+
+
+def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
+    """In float32 on a GPU. What is small, whose launch is not to wait for long questions, is told first."""
+    if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
+        return False
+    if not _is_plain(linear, nn.Linear) or linear.weight.dim() != 2:
+        return False
+    return _is_large(x.shape[0], *linear.weight.shape) and _is_layer(linear, x)
+
+
+def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool = False) -> torch.Tensor:
+    """dX = G W, `other` being W; or, of_weight, dW = G^T x, `other` being x. G is the gradient of h."""
+    (m, n), k = g.shape, other.shape[1]
+    large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
+    if large and not tf32 and not torch.is_grad_enabled():  # it is enabled where gradients are to be differentiated
+        return _operators.gradient(g, other, of_weight)
+    return g.t().mm(other) if of_weight else g.mm(other)
+
+
+def _is_widened(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether 16 bits are computed in float32 and rounded once. On a GPU: small products, whose gradients have few
+    values. Each is a long sum whose terms cancel (h's gradients are orthogonal to h), so that one draw of their
+    roundings to 16 bits would show whole; among many values it does not."""
+    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or not _is_layer(linear, x):
+        return False
+    (m, k), n = x.shape, linear.weight.shape[0]
+    return _WITHOUT_BF16 and m >= 32 if x.is_cpu else (m * k < 64 or n < 64) and m * n * k <= 2**22
 
 
 def _is_ordinary(norm: nn.Module) -> bool:
@@ -1203,44 +1187,69 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
     return h * y
 
 
-def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the fast path may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
+def _fits(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the operators may stand for the Model's lines from h on."""
+    if not _is_ordinary(norm) or not _are_plain(h, y) or h.dim() != 2 or h.shape != y.shape:
         return False
-    weight, bias = linear.weight, linear.bias
-    if not _are_plain(x, weight, bias, y) or x.dim() != 2 or weight.dim() != 2:
-        return False
-    m, n = x.shape[0], weight.shape[0]
-    if x.shape[1] != weight.shape[1] or bias.shape != (n,) or y.shape != (m, n) or n % 8 != 0:
-        return False
-    if x.is_cpu and n in (8, 16):  # PyTorch is faster
-        return False
-    if not _is_recorded(x, weight, bias, y):
-        return True
-    return m > 0 and n > 0 if x.is_cuda else _is_upcast(x)
+    n = h.shape[1]
+    return n % 8 == 0 and not (h.is_cpu and n in (8, 16))  # PyTorch is faster there
 
 
-class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Saves its inputs and h. With create_graph all derivatives are ATen's."""
+def _finish(norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncated: float = 0) -> torch.Tensor:
+    """What follows the linear layer."""
+    if isinstance(h, torch.Tensor) and _fits(norm, h, y):
+        if not _is_recorded(h, y):
+            return _operators.finish(h, y, norm.eps)
+        if h.is_cuda and h.numel() > 0:
+            return RowNormResidual.apply(h, y, norm.eps, truncated)
+    return _finish_plainly(norm, h, y)
+
+
+def _truncation_of(k: int) -> float:
+    """Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small, measured for K of
+    128 to 20000. (Accumulators begin anew more often where K is below 1024.) In z that cancels, but it would make all
+    of h's gradients too large."""
+    return (0.33 if k < 1024 else 1.13 if k < 4096 else 2.9) * 2**-23
+
+
+class LinearByPieces(torch.autograd.Function):
+    """x W^T + bias by the product of split float32. Second derivatives are ATen's."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, y, eps, tf32):
-        out, h = _forward(x, weight, bias, y, eps, tf32, True)
-        ctx.eps = eps
-        ctx.tf32 = tf32
-        ctx.save_for_backward(x, weight, bias, y, h)
-        return out
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return _operators.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        (x, weight, bias, y, h), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        # The bias's in float64: h is nearer to the truth than cuBLAS's, and the rounding of the sum would show. It is
+        # computed first, as it takes memory; W's, the largest, is last.
+        of_bias = grad.sum(0, dtype=torch.float64).to(grad.dtype) if of_bias else None
+        of_x = _gradient(grad, weight, False) if of_x else None
+        return of_x, _gradient(grad, x, True) if of_weight else None, of_bias
+
+
+class RowNormResidual(torch.autograd.Function):
+    """What follows the linear layer, on a GPU. Second derivatives are ATen's."""
+
+    @staticmethod
+    def forward(ctx, h, y, eps, truncated):
+        ctx.save_for_backward(h, y)
+        ctx.others = eps, truncated
+        return _operators.finish(h, y, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (h, y), needs, (eps, truncated) = ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.others
         if torch.is_grad_enabled():  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in (x, weight, bias, y)]  # views: if y is made of x, x's gradient omits that
-            out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(*tensors[:3]), tensors[3])
-            wanted = [t for t, need in zip(tensors, needs) if need]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            return *(next(found) if need else None for need in needs), None, None
-        found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, y, ctx.eps, ctx.tf32, needs)
+            h, y = h.view_as(h), y.view_as(y)  # views: if y is made of h, h's gradient omits that
+            out = _finish_plainly(nn.InstanceNorm2d(1, eps=eps), h, y)
+            wanted = [t for t, need in zip((h, y), needs) if need]
+            of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            found = [next(of_wanted) if need else None for need in needs]
+        else:
+            found = _operators.finish_backward(grad, h, y, eps, truncated, needs[1])
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
@@ -1265,13 +1274,11 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         linear, norm = self.bmm, self.instance_norm
-        if not _fits(linear, norm, x, y):
-            return _finish_plainly(norm, linear(x), y)
-        tensors = [x, linear.weight, linear.bias, y]
-        if _is_recorded(*tensors) and x.is_cuda:
-            return LinearRowNormResidual.apply(*tensors, norm.eps, _allows_tf32())
-        if _is_upcast(x):
-            tensors = [t.float() for t in tensors]
-        if _is_recorded(*tensors):
-            return _finish_plainly(norm, nn.functional.linear(*tensors[:3]), tensors[3]).to(x.dtype)
-        return _forward(*tensors, norm.eps, _allows_tf32(), False)[0].to(x.dtype)
+        if _is_large_layer(linear, x) and x.device.index in _BY_PIECES and not _allows_tf32():
+            tensors = x, linear.weight, linear.bias
+            h = LinearByPieces.apply(*tensors) if _is_recorded(*tensors) else _operators.forward(*tensors)
+            return _finish(norm, h, y, _truncation_of(x.shape[1]))
+        if _is_widened(linear, x) and _is_ordinary(norm) and _are_plain(x, y):
+            h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
+            return _finish(norm, h, y.float()).to(x.dtype)
+        return _finish(norm, linear(x), y)

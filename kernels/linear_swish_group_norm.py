@@ -5,13 +5,16 @@
 
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-The fast path (`_fits`): plain 2-D x and vectors of one value a feature, all float32, float16 or bfloat16, in groups of
-16, 32, 64, 128 or, on a GPU, 8 features; no hooks, autocast or transforms. Everything else: the Model's own lines.
+The fast path (`_fits`): vectors of one value a feature and the linear layer's 2-D output h, all float32, float16 or
+bfloat16, in groups of 16, 32, 64, 128 or, on a GPU, 8 features; no hooks, autocast or transforms. Everything else, and
+float32 with gradients on a CPU: the plain path, the Model's own lines.
 
-On a GPU the product runs on tensor cores where that pays (`product_pays`): in float32 as three fp16 products, at least
-as accurate as float32; where TF32 is allowed as one. With groups of 64 all the rest is its epilogue. Otherwise one
-kernel does the rest, behind this product or cuBLAS's. The backward: one kernel for G, the gradient of the product, and
-then two products. On a CPU: PyTorch's product, and groups finished by threads; 16 bits in float32 where that is faster.
+On a GPU a small product is the layer's own, cuBLAS's, and is launched first; one kernel then does the rest. A large one
+(`_is_large`) in float32 is done on tensor cores as three fp16 products, at least as accurate, and with groups of 64 all
+the rest is its epilogue. Where TF32 is allowed, cuBLAS multiplies fp16 numbers of the same accuracy, in half the time.
+The backward: one kernel for G, the gradient of h, then dX = G W and dW = G^T x. On a CPU threads finish the groups of
+PyTorch's product; 16 bits are computed in float32 where that is faster. Read "The groups" first, "The product" when you
+want to know how it is done.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB, and 0.3 GB for the split. `python
 harness.py linear_swish_group_norm --backward` times it. On an H200, against eager: float32 2.37 ms, 3.47x, with
@@ -54,9 +57,9 @@ CUDA_SOURCE = r"""
 // 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8 there, and lo is -1.599609.
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero. (After
-// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Below K = 1024, where
-// SGEMM itself rounds less, it is every 32.)
+// grow with K. After every 32, 64 or 128 of K the accumulators are added to float32 registers and begin anew from zero:
+// the more rarely, the larger K is, as SGEMM's own error grows with it. (Every 64 where it is 32 takes 9% less time,
+// every 128 where it is 64 another 4%, and errors may exceed SGEMM's by 1.2.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -71,17 +74,17 @@ CUDA_SOURCE = r"""
 //     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
 //   - Rows with values above 2^74, whose sums might overflow, have infinite doubt.
 //
-// PIECES is 2 for float32. It is 1 where TF32 is allowed: hi hi' alone, because hi has TF32's eleven bits.
+// A line is 32 of K, 128 bytes of a row: four quarters of 16 numbers, which is what an mma.sync takes of a row.
 //
-// A line is 128 bytes of a row: four quarters of 16 numbers, which is what an mma.sync takes of a row.
+//     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
-//     PIECES 2, 32 of K    | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
-//     PIECES 1, 64 of K    | hi of 0..15 | hi of 16..31 | hi of 32..47 | hi of 48..63 |
+// PIECES is 2. It is 1 where TF32 is allowed and cuBLAS multiplies: hi hi' alone, as hi has TF32's eleven bits.
 //
-// A block computes 128 x 128 of C, its tile. A stage, 32 KiB of shared memory, holds a line of the tile's 128 rows of A
-// and of its 128 rows of B; cp.async fills three stages in turn, two lines ahead of the multiplication. ldmatrix reads
-// the same 16 bytes of eight rows at once, which would all lie in the same banks. So chunk c of 16 bytes of row r is
-// stored at place c ^ r % 8:
+// A block of four warps computes 64 x 128 of C, its tile. Two blocks share an SM: while one waits, or is in its
+// epilogue, the other multiplies. A stage, 24 KiB of shared memory, holds a line of the tile's 64 rows of A and of its
+// 128 rows of B; cp.async fills three stages in turn, two lines ahead of the multiplication. ldmatrix reads the same 16
+// bytes of eight rows at once, which would all lie in the same banks. So chunk c of 16 bytes of row r is stored at
+// place c ^ r % 8:
 //
 //     place    0 1 2 3 4 5 6 7
 //     row 0    0 1 2 3 4 5 6 7
@@ -94,14 +97,16 @@ CUDA_SOURCE = r"""
 // that are the tile's 128 columns: first line 0 of all 32 rows, then line 1, ... ldmatrix transposes what it reads.
 
 constexpr int kLine = 64;  // fp16 numbers
-constexpr int kTile = 128;
+constexpr int kTileRows = 64;
+constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
-constexpr int kStageBytes = 2 * kTile * kLine * 2;
+constexpr int kStageBytes = (kTileRows + kTileColumns) * kLine * 2;
 constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
-constexpr int kBand = 8;  // rows of tiles that are taken column by column, so that their operands are still in L2
-// A warp computes 64 columns: of 32 rows with PIECES 2, which needs two sets of accumulators, otherwise of 64.
-template <int PIECES> constexpr int kRowTiles = PIECES == 2 ? 2 : 4;  // of 16 rows
-template <int PIECES> constexpr int kThreads = PIECES == 2 ? 256 : 128;
+constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that their operands are still in L2
+// Four warps, two down and two across. A warp computes 32 rows and 64 columns, its sums and its accumulators in
+// registers: 128 of a thread's 255.
+constexpr int kThreads = 128;
+constexpr int kRowTiles = 2;  // of 16 rows
 constexpr int kColumnTiles = 8;  // of 8 columns
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 struct Sum {
@@ -149,7 +154,9 @@ struct Rows {
     __half* pieces;
     float *unscale, *doubt;
 };
-// A block owns a row of x or, after those, of W. It reads the row twice: for the largest value, and to split it.
+// A block owns a row of x or, after those, of W. Its threads, at most 256, keep 32 values each in registers; what is
+// beyond those of the row is read twice, for the largest value and to split it.
+constexpr int kPairs = 16;  // of neighbouring values, that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256)
     split_rows(const __grid_constant__ Rows x, const __grid_constant__ Rows w, int k) {
     __shared__ unsigned largest_bits;  // of non-negative floats, which order as the floats do
@@ -157,26 +164,43 @@ template <int PIECES> __global__ void __launch_bounds__(256)
     const Rows& own = blockIdx.x < x.count ? x : w;
     const int64_t row = blockIdx.x < x.count ? blockIdx.x : blockIdx.x - x.count, pitch = pitch_of(k, PIECES);
     const float* const values = own.values + row * k;
+    const int step = 2 * blockDim.x, first = 2 * threadIdx.x;
+    const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
+        if (i >= k) return make_float2(0, 0);
+        if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
+        return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
+    };
+    float2 held[kPairs];
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) held[p] = pair_at(first + p * step);
     if (threadIdx.x == 0) {
         largest_bits = 0;
         coarse = 0;
     }
     __syncthreads();
     float largest = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < k; i += 256) largest = fmaxf(largest, finite_magnitude(values[i]));
+    const auto see = [&](const float2& pair) {
+        largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
+    };
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) see(held[p]);
+    for (int i = first + kPairs * step; i < k; i += step) see(pair_at(i));
     largest = reduce(largest, 32, Max());
     if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
     const float scale = power_of_two(exponent), unscale = power_of_two(-exponent);
     int own_coarse = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x * 2; i < pitch / PIECES; i += 512) {
-        const float first = i < k ? values[i] * scale : 0, second = i + 1 < k ? values[i + 1] * scale : 0;
-        own_coarse += (first != 0 && fabsf(first) < 0x1p-2f) + (second != 0 && fabsf(second) < 0x1p-2f);
-        store_pieces<PIECES>(own.pieces + row * pitch, i, first, second);
+    const auto split = [&](int i, const float2& pair) {
+        const float2 scaled = make_float2(pair.x * scale, pair.y * scale);
+        own_coarse += (scaled.x != 0 && fabsf(scaled.x) < 0x1p-2f) + (scaled.y != 0 && fabsf(scaled.y) < 0x1p-2f);
+        store_pieces<PIECES>(own.pieces + row * pitch, i, scaled.x, scaled.y);
+    };
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+        if (first + p * step < pitch / PIECES) split(first + p * step, held[p]);
     }
+    for (int i = first + kPairs * step; i < pitch / PIECES; i += step) split(i, pair_at(i));
     if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
     __syncthreads();
     if (threadIdx.x > 0) return;
@@ -227,14 +251,15 @@ struct PieceRows {
 struct Corner { int row, column; };
 // The first row and column of this block's tile.
 __device__ __forceinline__ Corner find_tile(int m, int n) {
-    const int across = (n + kTile - 1) / kTile, down = (m + kTile - 1) / kTile;
+    const int across = int(divide_up(n, kTileColumns));
+    const int down = int(divide_up(m, kTileRows));
     const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
     const int height = min(kBand, down - band);
-    return {(band + inside % height) * kTile, inside / height * kTile};
+    return {(band + inside % height) * kTileRows, inside / height * kTileColumns};
 }
 // A thread's part of the copies to the stages: one chunk of every (threads / 8)th row.
-template <int PIECES, bool TURNED> struct Copies {
-    static constexpr int kStep = kThreads<PIECES> / 8;
+template <bool TURNED> struct Copies {
+    static constexpr int kStep = kThreads / 8;
     const PieceRows &a, &b;
     Corner tile;
     int n, lines, first;
@@ -250,35 +275,36 @@ template <int PIECES, bool TURNED> struct Copies {
     }
     __device__ __forceinline__ void load(int line) {  // called for line 0, 1, 2, ...
         const uint32_t stage = to + line % kStages * kStageBytes;
-        const __half *own_a = from_a, *own_b = from_b;
 #pragma unroll
-        for (int i = 0; i < kTile && line < lines; i += kStep) {
-            const bool turned_exists = line * 32 + first < b.rows && (tile.column + i) * 2 < b.pitch;
-            copy_async(stage + i * 128, own_a, tile.row + first + i < a.rows);
-            copy_async(stage + (kTile + i) * 128, own_b, TURNED ? turned_exists : tile.column + first + i < n);
-            own_a += kStep * a.pitch;
-            own_b += TURNED ? kStep * 2 : kStep * b.pitch;
+        for (int i = 0; i < kTileRows && line < lines; i += kStep) {
+            copy_async(stage + i * 128, from_a + i * a.pitch, tile.row + first + i < a.rows);
+        }
+#pragma unroll
+        for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
+            const __half* const own = from_b + (TURNED ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
+            const bool turned_exists = line * 32 + first + i % 32 < b.rows && (tile.column + i / 32 * 32) * 2 < b.pitch;
+            const bool exists = TURNED ? turned_exists : tile.column + first + i < n;
+            copy_async(stage + (kTileRows + i) * 128, own, exists);
         }
         from_a += kLine;
         from_b += TURNED ? 32 * b.pitch : kLine;
         commit_copies();  // also of nothing, so that every line has its group
     }
 };
-// A warp's operands of mma. PIECES 2: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either; PIECES 1: two
-// quarters. From quarter to quarter some bits of a chunk's number c flip, and the same bits of its place, because
-// (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
-template <int PIECES, bool TURNED> struct Registers {
+// A warp's operands of mma: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either. From quarter to quarter
+// some bits of a chunk's number c flip, and the same bits of its place: (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
+template <bool TURNED> struct Registers {
     uint32_t lane_a, lane_b;  // where this lane points ldmatrix, in the first quarter of stage 0
-    uint32_t a[PIECES + 1][kRowTiles<PIECES>][4], b[PIECES + 1][kColumnTiles / 2][4];
+    uint32_t a[3][kRowTiles][4], b[3][kColumnTiles / 2][4];
     __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // of the warp, in its tile
         const int lane = threadIdx.x % 32;
         const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
         lane_a = stages + (row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
-        lane_b = stages + (kTile + column + of_b) * 128 + (chunk_b ^ lane % 8) * 16;
+        lane_b = stages + (kTileRows + column + of_b) * 128 + (chunk_b ^ lane % 8) * 16;
     }
     __device__ __forceinline__ void load_a(int slot, uint32_t stage, int quarter) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles<PIECES>; ++i) {
+        for (int i = 0; i < kRowTiles; ++i) {
             load_matrices<false>(a[slot][i], (lane_a + stage ^ quarter * 32) + i * 16 * 128);
         }
     }
@@ -291,9 +317,9 @@ template <int PIECES, bool TURNED> struct Registers {
         }
     }
     __device__ __forceinline__ void multiply_add(
-        float (&part)[kRowTiles<PIECES>][kColumnTiles][4], int slot_a, int slot_b) const {
+        float (&part)[kRowTiles][kColumnTiles][4], int slot_a, int slot_b) const {
 #pragma unroll
-        for (int i = 0; i < kRowTiles<PIECES>; ++i) {
+        for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
             for (int j = 0; j < kColumnTiles; ++j) {
                 const uint32_t (&pair)[4] = b[slot_b][j / 2];
@@ -307,85 +333,60 @@ template <int PIECES, bool TURNED> struct Registers {
 // at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. Four neighbouring lanes have 64 columns of a
 // row.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads<PIECES>, 3 - PIECES)
+template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
         int scales_pitch, int n, int lines, int anew, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ >= 800
-    if (PIECES == 1 && __CUDA_ARCH__ >= 1000) return;  // cuBLAS is faster, see product_pays
     extern __shared__ __align__(128) unsigned char stages[];
-    constexpr int kTiles = kRowTiles<PIECES>, kDown = kThreads<PIECES> / 64;  // warps, two across
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int warp_row = warp % kDown * 16 * kTiles, warp_column = warp / kDown * 64;
+    const int warp_row = warp / 2 * 32, warp_column = warp % 2 * 64;
     const Corner tile = find_tile(a.rows, n);
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
-    Copies<PIECES, TURNED> copies(a, b, tile, n, lines, base);
-    Registers<PIECES, TURNED> registers(base, warp_row, warp_column);
+    Copies<TURNED> copies(a, b, tile, n, lines, base);
+    Registers<TURNED> registers(base, warp_row, warp_column);
     for (int line = 0; line < kStages; ++line) copies.load(line);
     wait_copies<kStages - 1>();
     __syncthreads();
-    registers.load_a(PIECES == 2 ? 2 : 0, 0, PIECES == 2 ? 2 : 0);
+    registers.load_a(2, 0, 2);
     registers.load_b(0, 0, 0);
-    float sum[kTiles / 2][4][16] = {};
+    float sum[4][16] = {};
     int line = 0;
-    do {  // with PIECES 1 once
-        float part[kTiles][kColumnTiles][4] = {}, scale[2 * kTiles];
-        const auto load_scales = [&] {
+    do {
+        float part[kRowTiles][kColumnTiles][4] = {}, scale[4];
 #pragma unroll
-            for (int i = 0; i < 2 * kTiles; ++i) {
-                const int row = min(tile.row + warp_row + i * 8 + lane / 4, a.rows - 1);
-                scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
-            }
-        };
-        if (PIECES == 2) load_scales();
+        for (int i = 0; i < 4; ++i) {
+            const int row = min(tile.row + warp_row + i * 8 + lane / 4, a.rows - 1);
+            scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
+        }
         const int end = min(line + anew, lines);
         for (; line < end; ++line) {  // ldmatrix brings what comes next during each multiply_add
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            const auto advance = [&] {  // the next line is there, and all warps have read this one: it is overwritten
-                wait_copies<kStages - 2>();
-                __syncthreads();
-                copies.load(line + kStages);
-            };
-            if constexpr (PIECES == 2) {  // the small products come first, as an accumulator truncates to its own size
-                registers.load_a(0, stage, 0);
-                registers.load_b(2, stage, 2);
-                registers.multiply_add(part, 2, 0);
-                registers.load_a(2, stage, 3);
-                registers.load_b(1, stage, 1);
-                registers.multiply_add(part, 0, 2);
-                registers.load_a(1, stage, 1);
-                registers.load_b(2, stage, 3);
-                registers.multiply_add(part, 2, 1);
-                registers.multiply_add(part, 1, 2);
-                advance();
-                registers.multiply_add(part, 0, 0);
-                registers.load_a(2, next, 2);
-                registers.load_b(0, next, 0);
-                registers.multiply_add(part, 1, 1);
-            } else {
-#pragma unroll
-                for (int quarter = 0; quarter < 4; ++quarter) {
-                    const int coming = (quarter + 1) % 4;
-                    if (coming == 0) advance();
-                    registers.load_a(coming % 2, coming == 0 ? next : stage, coming);
-                    registers.load_b(coming % 2, coming == 0 ? next : stage, coming);
-                    registers.multiply_add(part, quarter % 2, quarter % 2);
-                }
-            }
+            // The small products come first, as an accumulator truncates to its own size.
+            registers.load_a(0, stage, 0);
+            registers.load_b(2, stage, 2);
+            registers.multiply_add(part, 2, 0);
+            registers.load_a(2, stage, 3);
+            registers.load_b(1, stage, 1);
+            registers.multiply_add(part, 0, 2);
+            registers.load_a(1, stage, 1);
+            registers.load_b(2, stage, 3);
+            registers.multiply_add(part, 2, 1);
+            registers.multiply_add(part, 1, 2);
+            wait_copies<kStages - 2>();  // the next line is there, and all warps have read this one: it is overwritten
+            __syncthreads();
+            copies.load(line + kStages);
+            registers.multiply_add(part, 0, 0);
+            registers.load_a(2, next, 2);
+            registers.load_b(0, next, 0);
+            registers.multiply_add(part, 1, 1);
         }
-        if (PIECES == 1) load_scales();
 #pragma unroll
-        for (int i = 0; i < 2 * kTiles; ++i) {
+        for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 2 * kColumnTiles; ++j) {
-                float& own = sum[i / 4][i % 4][j];
-                own = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], own);
-            }
+            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
         }
-    } while (PIECES == 2 && line < lines);
-#pragma unroll
-    for (int i = 0; i < kTiles / 2; ++i) {
-        epilogue(tile.row + warp_row + 32 * i + lane / 4, tile.column + warp_column + lane % 4 * 2, sum[i]);
-    }
+    } while (line < lines);
+    epilogue(tile.row + warp_row + lane / 4, tile.column + warp_column + lane % 4 * 2, sum);
 #endif
 }
 // Stores what a thread has of C (m, n).
@@ -408,20 +409,22 @@ struct Linear {
     const float *x, *weight, *bias;
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
-    __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
+    template <int COLUMNS>
+    __device__ __forceinline__ void finish(int row, int next_row, int column, float (&v)[4][COLUMNS]) const {
+        const auto column_at = [&](int j) { return COLUMNS == 16 ? column_of(column, j) : column + j; };
         uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool exists = row + 8 * i < m;
-            unscale_x[i] = exists ? unscale[row + 8 * i] : 1;
-            doubt_x[i] = exists ? doubt[row + 8 * i] : -INFINITY;
+            const bool exists = row + i * next_row < m;
+            unscale_x[i] = exists ? unscale[row + i * next_row] : 1;
+            doubt_x[i] = exists ? doubt[row + i * next_row] : -INFINITY;
         }
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const int at = min(column_of(column, j), n - 1);
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int at = min(column_at(j), n - 1);
             const float unscale_w = unscale[m + at], plus = bias[at];
-            const float doubt_w = column_of(column, j) < n ? doubt[m + at] : -INFINITY;
+            const float doubt_w = column_at(j) < n ? doubt[m + at] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
@@ -433,12 +436,15 @@ struct Linear {
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int at = column_of(__shfl_sync(~0u, column, owner), which % 16);
-            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * 8, at) + bias[at];
+            const int at = __shfl_sync(~0u, column_at(which % 16), owner);
+            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * next_row, at) + bias[at];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
-            for (int i = 0; i < 64; ++i) v[i / 16][i % 16] = i == which ? own : v[i / 16][i % 16];
+            for (int i = 0; i < 4 * COLUMNS; ++i) {
+                float& value = v[i / COLUMNS][i % COLUMNS];
+                value = i / COLUMNS * 16 + i % COLUMNS == which ? own : value;
+            }
         }
     }
     __device__ __forceinline__ float multiply_rows(int64_t of_x, int64_t of_w) const {
@@ -448,49 +454,22 @@ struct Linear {
         return reduce(sum, 32, Sum());
     }
 };
-struct StoreProduct {  // the epilogue that stores C as it is
-    float* out;
-    int m, n;
-    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
-        store_values(out, row, column, m, n, v);
-    }
-};
 
 // ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
-static int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
+template <bool TURNED, class Epilogue> static cudaError_t launch_multiply(const PieceRows& a, const PieceRows& b,
+    const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    int device = 0;
+    int major = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, attribute, device);
-    return value;
-}
-// Whether this product of (m, k) by (n, k) beats cuBLAS's, in float32 (pieces 2) or TF32 (1), on the current device:
-//
-//     8.0, 9.0, 10.x        yes: tensor cores do 16, 7 and 7 times what FMAs do (mma.sync, with float32 sums), so three
-//                           products are about 4, 2.5 and 2.5 times as fast as one of SGEMM
-//     8.6, 8.7, 8.9, 12.x   no: 2 to 4 times, less than three products and the split take
-//     7.5                   no: without cp.async
-//
-// Small products leave SMs without a tile; with few rows or columns the split takes longer than it saves.
-extern "C" bool product_pays(int64_t m, int64_t n, int64_t k, int pieces) {
-    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
-    const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
-    if (!(major == 8 && minor == 0 || major == 9 || major == 10)) return false;
-    if (m < 128 || n < 128 || k < 128 || (m | n | k) >> 24 != 0 || double(m) * n * k < 0x1p30) return false;
-    if (pieces == 1 && (major == 10 || m * n < 2048 * (m + n))) return false;
-    const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount);
-    const int64_t tiles = divide_up(m, kTile) * divide_up(n, kTile), rounds = divide_up(tiles, sms);
-    return double(rounds * sms) * kTile * kTile <= (pieces == 2 ? 2.2 : 1.2) * m * n;
-}
-template <int PIECES, bool TURNED, class Epilogue> static cudaError_t launch_multiply(const PieceRows& a,
-    const PieceRows& b, const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue,
-    cudaStream_t stream) {
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (major < 8) return cudaErrorNotSupported;
     constexpr int kBytes = kStages * kStageBytes;
-    const auto kernel = multiply<PIECES, TURNED, Epilogue>;
+    const auto kernel = multiply<TURNED, Epilogue>;
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    const unsigned tiles = unsigned(divide_up(a.rows, kTile) * divide_up(n, kTile));
-    const int lines = int(pitch_of(k, PIECES) / kLine), anew = PIECES == 1 ? lines : k < 1024 ? 1 : 2;
-    kernel<<<tiles, kThreads<PIECES>, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
+    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    const int lines = int(pitch_of(k, 2) / kLine), anew = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
     return cudaGetLastError();
 }
 // The workspace of a split x (m, k) and W (n, k): the pieces of both, their unscale, their doubt.
@@ -508,21 +487,118 @@ template <int PIECES> struct Split {
     }
     PieceRows operand(const Rows& rows) const { return {rows.pieces, int(rows.count), pitch_of(k, PIECES)}; }
     cudaError_t launch(cudaStream_t stream) const {
-        split_rows<PIECES><<<unsigned(x.count + w.count), 256, 0, stream>>>(x, w, k);
+        int threads = 32;  // the fewest that hold a row, if they can
+        while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
+        split_rows<PIECES><<<unsigned(x.count + w.count), threads, 0, stream>>>(x, w, k);
         return cudaGetLastError();
     }
 };
 // h = x W^T + bias, and what its epilogue makes of it.
-template <int PIECES, class Epilogue>
-static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_t stream) {
+template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_t stream) {
     Linear& own = epilogue.linear;
-    const Split<PIECES> split(own.x, own.weight, workspace, own.m, own.n, own.k);
+    const Split<2> split(own.x, own.weight, workspace, own.m, own.n, own.k);
     own.unscale = split.x.unscale;
     own.doubt = split.x.doubt;
     const cudaError_t error = split.launch(stream);
     if (error != cudaSuccess) return error;
     const PieceRows a = split.operand(split.x), b = split.operand(split.w);
-    return launch_multiply<PIECES, false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+    return launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+}
+
+// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
+//
+// Both are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over the rows of
+// B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these
+// scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. Small rows lose no accuracy.
+// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
+// So a block can split 128 x 128 values of G without knowing any others:
+//
+//     G (m, n)                   rows of A:     for dX the rows of G, K = n       for dW the columns of G, K = m
+//     +-------+-------+---       B, split:      W                                 x
+//     | block |       |          scales:        [n / 128][m]                      [m / 128][n]
+//     +-------+-------+---
+constexpr int kSide = 128;  // rows and columns of G that a block owns
+static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
+constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
+constexpr int kSplitThreads = 256;
+struct GradientSplit {
+    const float* g;
+    int m, n;
+    bool of_weight;  // dW rather than dX
+    const float* factors;  // [K]: the inverse scales of B's rows
+    __half* pieces;  // A's
+    float* scales;  // inverse ones, of each part of each row of A
+};
+// A block reads its values of G to shared memory, as zeros where there are none. Then 16 lanes own a row of A, a lane
+// two neighbouring values in 32.
+__global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ GradientSplit own) {
+    extern __shared__ float values[];
+    const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
+        const int row = first_row + i / kSide, column = first_column + i % kSide;
+        const bool exists = row < own.m && column < own.n;
+        values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
+    }
+    __syncthreads();
+    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;  // in shared memory
+    const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
+    const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
+    const int64_t pitch = pitch_of(terms, 2);
+    for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
+        const int row = first + i;
+        float v[kSide / 16], largest = 0;
+#pragma unroll
+        for (int j = 0; j < kSide / 16; ++j) {
+            const int at = j / 2 * 32 + lane * 2 + j % 2;
+            const float factor = first_k + at < terms ? own.factors[first_k + at] : 0;
+            v[j] = values[i * next_row + at * next_k] * factor;
+            largest = fmaxf(largest, finite_magnitude(v[j]));
+        }
+        const int exponent = scale_exponent(reduce(largest, 16, Max()));
+        const float scale = power_of_two(exponent);
+        if (row >= rows) continue;
+#pragma unroll
+        for (int j = 0; j < kSide / 16; j += 2) {
+            const int at = first_k + j / 2 * 32 + lane * 2;
+            if (2 * at < pitch) store_pieces<2>(own.pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
+        }
+        if (lane == 0) own.scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+    }
+}
+struct StoreProduct {  // the epilogue that stores C as it is
+    float* out;
+    int m, n;
+    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
+        store_values(out, row, column, m, n, v);
+    }
+};
+// The workspace of the next function: the split `other`, then the pieces of A, then its scales.
+extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k) {
+    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
+    const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
+    return split_bytes(terms, 0, k, 2) + rows * (pieces + divide_up(terms, kSide) * int64_t(sizeof(float)));
+}
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k).
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
+    int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
+    const Split<2> split(other, nullptr, workspace, terms, 0, k);
+    __half* const pieces = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(terms, 0, k, 2));
+    float* const scales = reinterpret_cast<float*>(pieces + rows * pitch_of(terms, 2));
+    cudaError_t error = split.launch(stream);
+    if (error != cudaSuccess) return error;
+    constexpr int kBytes = kSide * kPitch * int(sizeof(float));
+    error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
+    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(
+        {g, int(m), int(n), of_weight, split.x.unscale, pieces, scales});
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    const PieceRows a = {pieces, int(rows), pitch_of(terms, 2)};
+    const StoreProduct epilogue = {out, int(rows), int(k)};
+    return launch_multiply<true>(a, split.operand(split.x), scales, rows, k, terms, epilogue, stream);
 }
 
 // ---- The groups of linear_swish_group_norm ----
@@ -572,7 +648,7 @@ struct SwishGroupNorm {
     float eps;
     __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
         const int m = linear.m, n = linear.n;
-        linear.finish(row, column, v);
+        linear.finish(row, 8, column, v);
         if (h != nullptr) store_values(h, row, column, m, n, v);
         if (out == nullptr) return;
         float scale[4], shift[4];
@@ -595,55 +671,65 @@ struct SwishGroupNorm {
     }
 };
 // Elsewhere this kernel follows the product, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring lanes share a
-// group: each has 16 bytes of it in kSliceRows rows, and loads bias, gamma and beta once.
+// group: each has 16 bytes of it in kSliceRows rows, and loads bias, gamma and beta once. SCALED: h is given as the
+// product of hi and hi', and is written too if `recorded`.
 constexpr int kSliceRows = 4;
-template <typename T> __global__ void __launch_bounds__(256)
-    finish_groups(const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma,
-        const T* __restrict__ beta, T* __restrict__ out, int64_t rows, unsigned packs, float eps, int lanes) {
+template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish_groups(T* __restrict__ h,
+    const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta, T* __restrict__ out,
+    int64_t rows, unsigned packs, float eps, int lanes, const __grid_constant__ Linear linear, bool recorded) {
     constexpr int V = 16 / sizeof(T);
     const unsigned index = blockIdx.x * 256 + threadIdx.x, pack = index % packs;
     const int64_t first = int64_t(index / packs) * kSliceRows;
     const auto pack_at = [&](const T* from, int64_t row) {
         return reinterpret_cast<const Pack<T, V>*>(from)[row * packs + pack];
     };
+    const auto store = [&](T* to, int r, const float (&v)[V]) {
+        Pack<T, V> own;
+#pragma unroll
+        for (int j = 0; j < V; ++j) own.value[j] = from_float<T>(v[j]);
+        if (first + r < rows) reinterpret_cast<Pack<T, V>*>(to)[(first + r) * packs + pack] = own;
+    };
     const Pack<T, V> plus = pack_at(bias, 0), times = pack_at(gamma, 0), shifts = pack_at(beta, 0);
     Pack<T, V> held[kSliceRows];  // all on their way at once
+    float v[kSliceRows][V];
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) held[r] = pack_at(h, min(first + r, rows - 1));
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) {
-        float v[V], scale, shift;
 #pragma unroll
-        for (int j = 0; j < V; ++j) v[j] = activation(to_float(held[r].value[j])) + to_float(plus.value[j]);
-        center_group(v, lanes, eps, scale, shift);
+        for (int j = 0; j < V; ++j) v[r][j] = to_float(held[r].value[j]);
+    }
+    if constexpr (SCALED) {
+#pragma unroll
+        for (int r = 0; r < kSliceRows; ++r) {
+            const float unscale_x = linear.unscale[min(first + r, rows - 1)];
+#pragma unroll
+            for (int j = 0; j < V; ++j) v[r][j] *= unscale_x;
+        }
+        linear.finish(int(first), 1, int(pack) * V, v);
+    }
+#pragma unroll
+    for (int r = 0; r < kSliceRows; ++r) {
+        float scale, shift;
+        if (SCALED && recorded) store(h, r, v[r]);
+#pragma unroll
+        for (int j = 0; j < V; ++j) v[r][j] = activation(v[r][j]) + to_float(plus.value[j]);
+        center_group(v[r], lanes, eps, scale, shift);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            const float z = fmaf(v[j], scale, shift);
-            held[r].value[j] = from_float<T>(fmaf(z, to_float(times.value[j]), to_float(shifts.value[j])));
+            const float z = fmaf(v[r][j], scale, shift);
+            v[r][j] = fmaf(z, to_float(times.value[j]), to_float(shifts.value[j]));
         }
-        if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + pack] = held[r];
+        store(out, r, v[r]);
     }
 }
 
-// ---- The gradients. With z = (v - mean) * rstd, d = grad * gamma and s = sigmoid(h), of each group ----
+// The gradients. With z = (v - mean) * rstd, d = grad * gamma and s = sigmoid(h), of each group:
 //
-//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s));    dX = G W;    dW = G^T x
+//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s))
 //
 // The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad z and grad.
-//
-// Both products are TURNED ones: their B is W, or x, split by split_rows. They sum over the rows of B, whose scales can
-// therefore not be taken out of the sum. Instead G's column j is multiplied by the inverse scale of W's row j (for dX),
-// its row i by that of x's row i (for dW): small rows lose no accuracy. A is G, or G^T. Since its sums leave the
-// accumulators every few lines, each 128 values of its rows have a scale of their own: a block splits 128 x 128 of G
-// without knowing the rest.
-constexpr int kSide = 128;  // rows and columns of G that a block owns
-static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
-constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
-struct GradientPieces {
-    const float *unscale_x, *unscale_w;
-    __half *rows, *columns;  // pieces of G's rows (m), and of its columns (n)
-    float *row_scales, *column_scales;  // what `multiply` takes: [n / 128][m], [m / 128][n]
-};
+
 // From h and grad of four columns, in `lanes` lanes of each group: G to g, and a row's share of the four sums.
 template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T, 4>& h, const Pack<T, 4>& grad,
     const Pack<T, 4>& bias, const Pack<T, 4>& gamma, int lanes, float eps, float (&g)[4], float (&sums)[4][4]) {
@@ -672,40 +758,16 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
         sums[1][i] += of_v;
     }
 }
-// Splits the block's columns of G, times x's inverse scales, which are in shared memory. Half a warp owns a column, a
-// lane two neighbouring rows of each line.
-__device__ __forceinline__ void split_columns(
-    const float* values, int first_row, int first_column, int rows, int n, const GradientPieces& to) {
-    const int half = threadIdx.x / 16, pair = threadIdx.x % 16 * 2;
-#pragma unroll 2
-    for (int c = half; c < kSide; c += 16) {
-        float v[8], largest = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            v[i] = values[(i / 2 * 32 + pair + i % 2) * kPitch + c];
-            largest = fmaxf(largest, finite_magnitude(v[i]));
-        }
-        const int exponent = scale_exponent(reduce(largest, 16, Max()));
-        const float scale = power_of_two(exponent);
-        const int64_t column = first_column + c;
-        if (column >= n) continue;
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            const int row = first_row + i / 2 * 32 + pair;
-            if (row >= pitch_of(rows, 2) / 2) continue;
-            store_pieces<2>(to.columns + column * pitch_of(rows, 2), row, v[i] * scale, v[i + 1] * scale);
-        }
-        if (pair == 0) to.column_scales[int64_t(blockIdx.x) * n + column] = power_of_two(-exponent);
-    }
-}
-// A block owns 128 rows and columns of G, a warp every eighth row, a lane four columns. SPLIT: it writes G's pieces,
-// otherwise G itself to `whole`. It writes the four sums over its rows to partials[blockIdx.x][4][n].
-template <typename T, bool SPLIT> __global__ void __launch_bounds__(256) group_gradients(const T* __restrict__ grad,
+// A block owns 128 rows and columns of G, a warp every eighth row, a lane four columns. It writes the four sums over
+// its rows to partials[blockIdx.x][4][n].
+constexpr int kRowsOfSums = 128;
+template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
-    int rows, int n, int lanes, float eps, T* __restrict__ whole, const __grid_constant__ GradientPieces to) {
-    extern __shared__ float values[];  // [kSide][kPitch]; in the end sums [8 warps][4][kSide]
+    int rows, int n, int lanes, float eps, T* __restrict__ g) {
+    __shared__ float of_warp[8][4][128];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_row = blockIdx.x * kSide, first_column = blockIdx.y * kSide, column = first_column + lane * 4;
+    const int64_t first_row = int64_t(blockIdx.x) * kRowsOfSums;
+    const int first_column = blockIdx.y * 128, column = first_column + lane * 4;
     const bool inside = column < n;
     const auto four_at = [&](const T* from, int64_t row) {
         return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
@@ -713,52 +775,26 @@ template <typename T, bool SPLIT> __global__ void __launch_bounds__(256) group_g
     const Pack<T, 4> plus = four_at(bias, 0), times = four_at(gamma, 0);
     float sums[4][4] = {};
 #pragma unroll 2
-    for (int r = warp; r < kSide; r += 8) {
-        const int64_t row = first_row + r;
-        float g[4] = {};
-        if (row < rows) find_gradient(four_at(h, row), four_at(grad, row), plus, times, lanes, eps, g, sums);
-        if constexpr (SPLIT) {
-            const float unscale_x = row < rows ? to.unscale_x[row] : 0;
-            float largest = 0;
+    for (int64_t row = first_row + warp; row < min(first_row + kRowsOfSums, int64_t(rows)); row += 8) {
+        float own[4];
+        find_gradient(four_at(h, row), four_at(grad, row), plus, times, lanes, eps, own, sums);
+        Pack<T, 4> pack;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                values[r * kPitch + lane * 4 + i] = row < rows ? g[i] * unscale_x : 0;
-                g[i] = inside ? g[i] * to.unscale_w[column + i] : 0;
-                largest = fmaxf(largest, finite_magnitude(g[i]));
-            }
-            const int exponent = scale_exponent(reduce(largest, 32, Max()));
-            const float scale = power_of_two(exponent);
-            if (row < rows && column < pitch_of(n, 2) / 2) {
-                store_pieces<2>(to.rows + row * pitch_of(n, 2), column, g[0] * scale, g[1] * scale);
-                store_pieces<2>(to.rows + row * pitch_of(n, 2), column + 2, g[2] * scale, g[3] * scale);
-            }
-            if (row < rows && lane == 0) to.row_scales[int64_t(blockIdx.y) * rows + row] = power_of_two(-exponent);
-        } else if (row < rows && inside) {
-            Pack<T, 4> own;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) own.value[i] = from_float<T>(g[i]);
-            *reinterpret_cast<Pack<T, 4>*>(whole + row * n + column) = own;
-        }
-    }
-    __syncthreads();
-    if constexpr (SPLIT) {
-        split_columns(values, first_row, first_column, rows, n, to);
-        __syncthreads();
+        for (int i = 0; i < 4; ++i) pack.value[i] = from_float<T>(own[i]);
+        if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = pack;
     }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) values[(warp * 4 + i / 4) * kSide + lane * 4 + i % 4] = sums[i / 4][i % 4];
+    for (int i = 0; i < 16; ++i) of_warp[warp][i / 4][lane * 4 + i % 4] = sums[i / 4][i % 4];
     __syncthreads();
-    for (int i = threadIdx.x; i < 4 * kSide; i += 256) {
+    for (int i = threadIdx.x; i < 4 * 128; i += 256) {
         float total = 0;
-        for (int w = 0; w < 8; ++w) total += values[w * 4 * kSide + i];
-        const int at = first_column + i % kSide;
-        if (at < n) partials[(int64_t(blockIdx.x) * 4 + i / kSide) * n + at] = total;
+        for (int w = 0; w < 8; ++w) total += of_warp[w][i / 128][i % 128];
+        const int at = first_column + i % 128;
+        if (at < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + at] = total;
     }
 }
 // Adds up the blocks' partial sums, in double. A block owns 32 of their 4 n columns, a warp every eighth partial sum.
-template <typename T> struct Vectors {
-    T* of[4];  // null where not wanted
-};
+template <typename T> struct Vectors { T* of[4]; };
 template <typename T> __global__ void __launch_bounds__(256)
     add_partials(const float* __restrict__ partials, int count, int n, const __grid_constant__ Vectors<T> to) {
     __shared__ double of_warp[8][32];
@@ -768,95 +804,73 @@ template <typename T> __global__ void __launch_bounds__(256)
     for (int i = warp; i < count && column < 4 * n; i += 8) sum += partials[int64_t(i) * 4 * n + column];
     of_warp[warp][lane] = sum;
     __syncthreads();
-    if (warp > 0 || column >= 4 * n || to.of[column / n] == nullptr) return;
+    if (warp > 0 || column >= 4 * n) return;
     for (int w = 1; w < 8; ++w) sum += of_warp[w][lane];
     to.of[column / n][column % n] = from_float<T>(float(sum));
 }
 
 // ---- What the C++ calls. Pointers are device memory, 16-byte aligned. dtype: 0 float32, 1 float16, 2 bfloat16. ----
 
-// The product, of one piece or two, to h and, with groups of 64, the rest, to out. Either is null if it is not wanted.
-extern "C" int linear_swish_group_norm(int pieces, const float* x, const float* weight, const float* linear_bias,
-    const float* bias, const float* gamma, const float* beta, float* h, float* out, void* workspace, int64_t m,
-    int64_t n, int64_t k, float eps, cudaStream_t stream) {
-    const Linear linear = {x, weight, linear_bias, nullptr, nullptr, int(m), int(n), int(k)};
-    const SwishGroupNorm epilogue = {linear, bias, gamma, beta, h, out, eps};
-    return pieces == 2 ? launch_linear<2>(epilogue, workspace, stream) : launch_linear<1>(epilogue, workspace, stream);
-}
 template <class Call> static cudaError_t with_dtype(int dtype, const Call& call) {
     if (dtype == 0) return call(float());
     if (dtype == 1) return call(__half());
     return call(__nv_bfloat16());
 }
+// The product to h and, with groups of 64, the rest, to out. Either is null if it is not wanted.
+extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
+    const float* gamma, const float* beta, float* h, float* out, void* workspace, int64_t m, int64_t n, int64_t k,
+    float eps, cudaStream_t stream) {
+    const Linear linear = {x, weight, linear_bias, nullptr, nullptr, int(m), int(n), int(k)};
+    return launch_linear(SwishGroupNorm{linear, bias, gamma, beta, h, out, eps}, workspace, stream);
+}
+// Where TF32 is allowed: the pieces of x and W, hi alone, to the workspace, whose first m + n rows they are.
+extern "C" int launch_split_hi(
+    const float* x, const float* weight, void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    return Split<1>(x, weight, workspace, m, n, k).launch(stream);
+}
+template <typename T, bool SCALED> static cudaError_t launch_groups(void* h, const void* bias, const void* gamma,
+    const void* beta, void* out, int64_t m, int64_t n, int64_t groups, float eps, const Linear& linear, bool recorded,
+    cudaStream_t stream) {
+    const auto as = [](const void* p) { return static_cast<const T*>(p); };
+    constexpr int V = 16 / sizeof(T);
+    // Fewer than 2^24 blocks, from where on h and out take 256 GiB: so the kernel's index is below 2^32.
+    const unsigned blocks = unsigned(divide_up(divide_up(m, kSliceRows) * n / V, 256));
+    finish_groups<T, SCALED><<<blocks, 256, 0, stream>>>(static_cast<T*>(h), as(bias), as(gamma), as(beta),
+        static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V), linear, recorded);
+    return cudaGetLastError();
+}
 // The rest, from h.
-extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
-    void* out, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* gamma, const void* beta, void* out,
+    int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+    return with_dtype(dtype, [&](auto zero) {
+        const auto launch = launch_groups<decltype(zero), false>;
+        return launch(h, bias, gamma, beta, out, m, n, groups, eps, {}, false, stream);
+    });
+}
+// The rest, from the product of hi and hi', which launch_split_hi made. h becomes that of the network if `recorded`.
+extern "C" int launch_finish_scaled(float* h, const float* x, const float* weight, const float* linear_bias,
+    const float* bias, const float* gamma, const float* beta, float* out, void* workspace, int64_t m, int64_t n,
+    int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream) {
+    const Split<1> split(x, weight, workspace, m, n, k);
+    const Linear linear = {x, weight, linear_bias, split.x.unscale, split.x.doubt, int(m), int(n), int(k)};
+    return launch_groups<float, true>(h, bias, gamma, beta, out, m, n, groups, eps, linear, recorded, stream);
+}
+extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kRowsOfSums); }
+// G to g, and the gradients of the linear bias, bias, gamma and beta to `vectors`.
+extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
+    float* partials, void* g, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
+    cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        constexpr int V = 16 / sizeof(T);
-        // Fewer than 2^24 blocks, from where on h and out take 256 GiB: so the kernel's index is below 2^32.
-        const unsigned blocks = unsigned(divide_up(divide_up(m, kSliceRows) * n / V, 256));
-        finish_groups<T><<<blocks, 256, 0, stream>>>(
-            as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V));
+        const dim3 blocks(unsigned(partial_sums(m)), unsigned(divide_up(n, 128)));
+        group_gradients<T><<<blocks, 256, 0, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
+            int(n / groups / 4), eps, static_cast<T*>(g));
+        Vectors<T> to;
+        for (int i = 0; i < 4; ++i) to.of[i] = static_cast<T*>(vectors[i]);
+        add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(partials, int(blocks.x), int(n), to);
         return cudaGetLastError();
     });
-}
-extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kSide); }
-template <typename T, bool SPLIT> static cudaError_t launch_gradients(const void* grad, const void* h, const void* bias,
-    const void* gamma, float* partials, void* whole, void* const* vectors, int64_t m, int64_t n, int64_t groups,
-    float eps, const GradientPieces& to, cudaStream_t stream) {
-    const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    const auto kernel = group_gradients<T, SPLIT>;
-    constexpr int kBytes = (SPLIT ? kSide * kPitch : 8 * 4 * kSide) * int(sizeof(float));
-    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    const dim3 blocks(unsigned(divide_up(m, kSide)), unsigned(divide_up(n, kSide)));
-    kernel<<<blocks, 256, kBytes, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
-        int(n / groups / 4), eps, static_cast<T*>(whole), to);
-    Vectors<T> of_vectors;
-    for (int i = 0; i < 4; ++i) of_vectors.of[i] = static_cast<T*>(vectors[i]);
-    add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(partials, int(blocks.x), int(n), of_vectors);
-    return cudaGetLastError();
-}
-// G to `whole`, and the gradients of the linear bias, bias, gamma and beta to `vectors`, where not null.
-extern "C" int swish_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    float* partials, void* whole, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
-    cudaStream_t stream) {
-    return with_dtype(dtype, [&](auto zero) {
-        const auto launch = launch_gradients<decltype(zero), false>;
-        return launch(grad, h, bias, gamma, partials, whole, vectors, m, n, groups, eps, {}, stream);
-    });
-}
-// The workspace of the next function: split x and W, the pieces of G's rows and columns, the scales of both.
-extern "C" int64_t gradient_bytes(int64_t m, int64_t n, int64_t k) {
-    const int64_t pieces = m * pitch_of(n, 2) + n * pitch_of(m, 2);
-    const int64_t scales = divide_up(n, kSide) * m + divide_up(m, kSide) * n;
-    return split_bytes(m, n, k, 2) + pieces * int64_t(sizeof(__half)) + scales * int64_t(sizeof(float));
-}
-// float32: dX and dW, null where not wanted, and the four vectors' gradients, likewise.
-extern "C" int linear_swish_gradients(const float* grad, const float* x, const float* weight, const float* h,
-    const float* bias, const float* gamma, float* partials, float* of_x, float* of_weight, void* const* vectors,
-    void* workspace, int64_t m, int64_t n, int64_t k, int64_t groups, float eps, cudaStream_t stream) {
-    const Split<2> split(x, weight, workspace, m, n, k);
-    __half* const rows = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(m, n, k, 2));
-    __half* const columns = rows + m * pitch_of(n, 2);
-    float* const row_scales = reinterpret_cast<float*>(columns + n * pitch_of(m, 2));
-    float* const column_scales = row_scales + divide_up(n, kSide) * m;
-    const GradientPieces to = {split.x.unscale, split.w.unscale, rows, columns, row_scales, column_scales};
-    cudaError_t error = split.launch(stream);
-    if (error != cudaSuccess) return error;
-    const auto find = launch_gradients<float, true>;
-    error = find(grad, h, bias, gamma, partials, nullptr, vectors, m, n, groups, eps, to, stream);
-    if (error == cudaSuccess && of_x != nullptr) {
-        const PieceRows a = {rows, int(m), pitch_of(n, 2)}, b = split.operand(split.w);
-        error = launch_multiply<2, true>(a, b, row_scales, m, k, n, StoreProduct{of_x, int(m), int(k)}, stream);
-    }
-    if (error == cudaSuccess && of_weight != nullptr) {
-        const PieceRows a = {columns, int(n), pitch_of(m, 2)}, b = split.operand(split.x);
-        error = launch_multiply<2, true>(a, b, column_scales, n, k, m, StoreProduct{of_weight, int(n), int(k)}, stream);
-    }
-    return error;
 }
 """
 
@@ -867,7 +881,6 @@ CPP_SOURCE = r"""
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -877,21 +890,73 @@ CPP_SOURCE = r"""
 #endif
 
 namespace {
+// ---- The product in C++: the same text in both linear_*.py. ----
 
-// x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, h, both (m, n).
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
+at::Tensor gradient_meta(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
+    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(of_weight ? 0 : 1) == other.sym_size(0), "G, W or x");
+    return at::empty_symint({g.sym_size(of_weight ? 1 : 0), other.sym_size(1)}, g.options());
+}
+
+#ifdef WITH_CUDA
+extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces);
+extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k);
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
+    int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
+    const at::Tensor ready = t.contiguous();
+    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
+}
+at::Tensor bytes(int64_t count, const at::Tensor& like) { return at::empty({count}, like.options().dtype(at::kByte)); }
+cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
+void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
+int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
+    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
+}
+// Sizes that the product's kernels can take; whether they pay is asked in Python.
+void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0, "float32 matrices");
+}
+at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
+    const c10::cuda::CUDAGuard guard(g.device());
+    const at::Tensor out = gradient_meta(g, other, of_weight), given = aligned(g), second = aligned(other);
+    const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
+    check_product(g, m, n, k);
+    const at::Tensor workspace = bytes(gradient_bytes(of_weight, m, n, k), g);
+    check_launch(launch_gradient(of_weight, given.data_ptr<float>(), second.data_ptr<float>(), out.data_ptr<float>(),
+        workspace.data_ptr(), m, n, k, current_stream()));
+    return out;
+}
+#endif
+
+// The rest of the network from h (m, n); the vectors have n values. All are of one dtype and device.
+at::Tensor finish_meta(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
+    int64_t groups, double) {
+    TORCH_CHECK(h.dim() == 2 && groups > 0 && h.sym_size(1) % groups == 0, "h (m, n) in ", groups, " groups");
+    for (const at::Tensor& t : {bias, gamma, beta}) {
+        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == h.sym_size(1), "(n)");
+        TORCH_CHECK(t.scalar_type() == h.scalar_type() && t.device() == h.device(), "one dtype and device");
+    }
+    return at::empty_symint(h.sym_sizes(), h.options());
+}
+// The whole network, of x (m, k) and weight (n, k) in float32: its output and, if `recorded`, h.
 std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
-    int64_t groups, double, bool, bool recorded) {
-    const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
+    int64_t groups, double eps, bool, bool recorded) {
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
-    TORCH_CHECK(groups > 0 && n % groups == 0, "weight's rows are not ", groups, " groups");
-    for (const at::Tensor& t : {linear_bias, bias, gamma, beta}) TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == n, "(n)");
-    for (const at::Tensor& t : {weight, linear_bias, bias, gamma, beta}) {
-        TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
-    }
-    const at::Tensor out = at::empty_symint({m, n}, x.options());
-    return {out, recorded ? at::empty_like(out) : at::empty({0}, x.options())};
+    TORCH_CHECK(linear_bias.dim() == 1 && linear_bias.sym_size(0) == weight.sym_size(0), "(n)");
+    const at::Tensor h = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+    return {finish_meta(h, bias, gamma, beta, groups, eps), recorded ? h : at::empty({0}, x.options())};
 }
+// The gradients of h, the linear bias, bias, gamma and beta.
+std::vector<at::Tensor> finish_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
+    const at::Tensor& gamma, int64_t groups, double eps) {
+    TORCH_CHECK(grad.scalar_type() == h.scalar_type() && grad.sym_sizes() == h.sym_sizes(), "grad (m, n)");
+    std::vector<at::Tensor> results = {finish_meta(h, bias, gamma, gamma, groups, eps)};
+    for (int i = 0; i < 4; ++i) results.push_back(at::empty_symint(bias.sym_sizes(), bias.options()));
+    return results;
+}
+
 // A group of a row, by one thread; out holds v in between. Statistics are added up in double.
 void finish_group(
     const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width, double eps) {
@@ -911,119 +976,96 @@ void finish_group(
         out[i] = std::abs(a) < INFINITY ? ((out[i] - hi) - lo) * a + beta[i] : out[i] * a + (beta[i] - hi * a);
     }
 }
-std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
-    int64_t groups, double eps, bool tf32, bool) {
+at::Tensor finish_cpu(const at::Tensor& given, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
+    int64_t groups, double eps) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    auto [out, none] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
-    const at::Tensor h = single(at::linear(x, weight, linear_bias)), result = at::empty_like(h);
+    const at::Tensor h = single(given), out = at::empty_like(h);
     const at::Tensor plus = single(bias), times = single(gamma), shift = single(beta);
     const int64_t width = h.size(1) / groups;
     at::parallel_for(0, h.size(0) * groups, 8192 / (width + 1) + 1, [&](int64_t begin, int64_t end) {
         for (int64_t slice = begin; slice < end; ++slice) {
             const int64_t at = slice * width, feature = slice % groups * width;
             finish_group(h.data_ptr<float>() + at, plus.data_ptr<float>() + feature, times.data_ptr<float>() + feature,
-                shift.data_ptr<float>() + feature, result.data_ptr<float>() + at, width, eps);
+                shift.data_ptr<float>() + feature, out.data_ptr<float>() + at, width, eps);
         }
     });
-    return {result.to(x.scalar_type()), none};
-}
-// The gradients of x, weight and the vectors; one that is not needed comes back without elements.
-std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, int64_t, double, bool,
-    std::array<bool, 6> needs) {
-    for (const at::Tensor& t : {grad, weight, h, bias, gamma}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "dtype");
-    std::vector<at::Tensor> results;
-    for (int i = 0; i < 6; ++i) {
-        const c10::SymIntArrayRef size = i == 0 ? x.sym_sizes() : i == 1 ? weight.sym_sizes() : bias.sym_sizes();
-        results.push_back(needs[i] ? at::empty_symint(size, x.options()) : at::empty({0}, x.options()));
-    }
-    return results;
+    return out.to(given.scalar_type());
 }
 
 #ifdef WITH_CUDA
-// ---- The product in C++: the same text in both linear_*.py. ----
-extern "C" bool product_pays(int64_t m, int64_t n, int64_t k, int pieces);
-extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces);
-at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
-    const at::Tensor ready = t.contiguous();
-    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
-}
-at::Tensor bytes(int64_t count, const at::Tensor& like) { return at::empty({count}, like.options().dtype(at::kByte)); }
-float* floats_or_null(const at::Tensor& t) { return t.defined() && t.numel() > 0 ? t.data_ptr<float>() : nullptr; }
-cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
-void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-
-extern "C" int linear_swish_group_norm(int pieces, const float* x, const float* weight, const float* linear_bias,
-    const float* bias, const float* gamma, const float* beta, float* h, float* out, void* workspace, int64_t m,
-    int64_t n, int64_t k, float eps, cudaStream_t stream);
-extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
-    void* out, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
+extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
+    const float* gamma, const float* beta, float* h, float* out, void* workspace, int64_t m, int64_t n, int64_t k,
+    float eps, cudaStream_t stream);
+extern "C" int launch_split_hi(
+    const float* x, const float* weight, void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* gamma, const void* beta, void* out,
+    int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
+extern "C" int launch_finish_scaled(float* h, const float* x, const float* weight, const float* linear_bias,
+    const float* bias, const float* gamma, const float* beta, float* out, void* workspace, int64_t m, int64_t n,
+    int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream);
 extern "C" int64_t partial_sums(int64_t m);
-extern "C" int swish_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    float* partials, void* whole, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
+extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
+    float* partials, void* g, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
     cudaStream_t stream);
-extern "C" int64_t gradient_bytes(int64_t m, int64_t n, int64_t k);
-extern "C" int linear_swish_gradients(const float* grad, const float* x, const float* weight, const float* h,
-    const float* bias, const float* gamma, float* partials, float* of_x, float* of_weight, void* const* vectors,
-    void* workspace, int64_t m, int64_t n, int64_t k, int64_t groups, float eps, cudaStream_t stream);
-int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
-    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
-}
 
+void check_groups(int64_t n, int64_t groups) {
+    TORCH_CHECK(n % groups == 0 && 128 % (n / groups) == 0 && n / groups >= 8, "groups of 8 to 128");
+}
+at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
+    int64_t groups, double eps) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    const at::Tensor out = finish_meta(h, bias, gamma, beta, groups, eps), kept = aligned(h);
+    const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
+    const int64_t m = h.size(0), n = h.size(1);
+    if (m * n == 0) return out;
+    check_groups(n, groups);
+    check_launch(launch_finish(kernel_dtype(h), kept.data_ptr(), plus.data_ptr(), times.data_ptr(), shift.data_ptr(),
+        out.data_ptr(), m, n, groups, float(eps), current_stream()));
+    return out;
+}
+// float32 by the product of the kernels, whose epilogue finishes groups of 64; TF32, of which hi has the bits, by
+// cuBLAS's product of hi alone, in half the time of its own TF32.
 std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps, bool tf32, bool recorded) {
-    auto [out, none] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
+    const c10::cuda::CUDAGuard guard(x.device());
+    auto [out, h] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    if (m * n == 0) return {out, recorded ? at::empty_like(out) : none};
-    const c10::cuda::CUDAGuard guard(x.device());
+    check_product(x, m, n, k);
+    check_groups(n, groups);
+    const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
-    const int pieces = tf32 ? 1 : 2;
-    const bool whole = n == 64 * groups;  // the product's epilogue finishes
-    at::Tensor h = none;
-    if (x.scalar_type() == at::kFloat && product_pays(m, n, k, pieces)) {
-        const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
-        const at::Tensor workspace = bytes(split_bytes(m, n, k, pieces), x);
-        if (recorded || !whole) h = at::empty_like(out);
-        check_launch(
-            linear_swish_group_norm(pieces, floats_or_null(rows), floats_or_null(columns), floats_or_null(offset),
-                floats_or_null(plus), floats_or_null(times), floats_or_null(shift), floats_or_null(h),
-                whole ? floats_or_null(out) : nullptr, workspace.data_ptr(), m, n, k, float(eps), current_stream()));
-        if (whole) return {out, h};
-    } else {
-        h = at::linear(x, weight, linear_bias);
+    const at::Tensor workspace = bytes(split_bytes(m, n, k, tf32 ? 1 : 2), x);
+    const auto p = [](const at::Tensor& t) { return t.data_ptr<float>(); };
+    if (tf32) {
+        check_launch(launch_split_hi(p(rows), p(columns), workspace.data_ptr(), m, n, k, current_stream()));
+        const int64_t pitch = (k + 63) / 64 * 64;
+        const at::Tensor pieces = workspace.narrow(0, 0, (m + n) * pitch * 2).view(at::kHalf).view({m + n, pitch});
+        h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
+        check_launch(launch_finish_scaled(p(h), p(rows), p(columns), p(offset), p(plus), p(times), p(shift), p(out),
+            workspace.data_ptr(), m, n, k, groups, float(eps), recorded, current_stream()));
+        return {out, recorded ? h : at::empty({0}, x.options())};
     }
-    check_launch(swish_group_norm(kernel_dtype(x), h.data_ptr(), plus.data_ptr(), times.data_ptr(), shift.data_ptr(),
-        out.data_ptr(), m, n, groups, float(eps), current_stream()));
-    return {out, recorded ? h : none};
+    const bool whole = n == 64 * groups;
+    const at::Tensor product = recorded || whole ? h : at::empty_like(out);
+    check_launch(launch_product(p(rows), p(columns), p(offset), p(plus), p(times), p(shift),
+        product.numel() > 0 ? p(product) : nullptr, whole ? p(out) : nullptr, workspace.data_ptr(), m, n, k, float(eps),
+        current_stream()));
+    return {whole ? out : finish_cuda(product, bias, gamma, beta, groups, eps), h};
 }
-
-std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps, bool tf32,
-    std::array<bool, 6> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, bias, gamma, groups, eps, tf32, needs);
-    const int64_t m = h.size(0), n = h.size(1), k = x.size(1);
-    TORCH_CHECK(m > 0 && n % groups == 0 && 128 % (n / groups) == 0 && n / groups >= 8, "groups of 8 to 128");
-    const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor given = aligned(grad), plus = aligned(bias), times = aligned(gamma);
-    const at::Tensor partials = at::empty({partial_sums(m), 4, n}, x.options().dtype(at::kFloat));
+std::vector<at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
+    const at::Tensor& gamma, int64_t groups, double eps) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    const std::vector<at::Tensor> results = finish_backward_meta(grad, h, bias, gamma, groups, eps);
+    const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
+    const int64_t m = h.size(0), n = h.size(1);
+    TORCH_CHECK(m > 0, "rows");
+    check_groups(n, groups);
+    const at::Tensor partials = at::empty({partial_sums(m), 4, n}, h.options().dtype(at::kFloat));
     void* vectors[4];
-    for (int i = 0; i < 4; ++i) vectors[i] = needs[i + 2] ? results[i + 2].data_ptr() : nullptr;
-    const bool pays = product_pays(m, n, k, 2) && product_pays(m, k, n, 2) && product_pays(n, k, m, 2);
-    if (pays && !tf32 && x.scalar_type() == at::kFloat && (needs[0] || needs[1])) {
-        const at::Tensor rows = aligned(x), columns = aligned(weight), workspace = bytes(gradient_bytes(m, n, k), x);
-        check_launch(linear_swish_gradients(floats_or_null(given), floats_or_null(rows), floats_or_null(columns),
-            floats_or_null(h), floats_or_null(plus), floats_or_null(times), floats_or_null(partials),
-            floats_or_null(results[0]), floats_or_null(results[1]), vectors, workspace.data_ptr(), m, n, k, groups,
-            float(eps), current_stream()));
-    } else {
-        at::Tensor g = at::empty_like(h);
-        check_launch(swish_gradients(kernel_dtype(x), given.data_ptr(), h.data_ptr(), plus.data_ptr(), times.data_ptr(),
-            floats_or_null(partials), g.data_ptr(), vectors, m, n, groups, float(eps), current_stream()));
-        if (needs[0]) at::mm_out(results[0], g, weight);
-        if (needs[1]) at::mm_out(results[1], g.t(), x);
-    }
+    for (int i = 0; i < 4; ++i) vectors[i] = results[i + 1].data_ptr();
+    check_launch(launch_gradients(kernel_dtype(h), given.data_ptr(), kept.data_ptr(), plus.data_ptr(), times.data_ptr(),
+        partials.data_ptr<float>(), results[0].data_ptr(), vectors, m, n, groups, float(eps), current_stream()));
     return results;
 }
 #endif
@@ -1033,22 +1075,29 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
           "float eps, bool tf32, bool recorded) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor bias, Tensor gamma, int groups, float eps, "
-          "bool tf32, bool[6] needs) -> Tensor[]");
+    m.def("gradient(Tensor g, Tensor other, bool of_weight) -> Tensor");
+    m.def("finish(Tensor h, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps) -> Tensor");
+    m.def("finish_backward(Tensor grad, Tensor h, Tensor bias, Tensor gamma, int groups, float eps) -> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
+TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("finish", finish_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
-    m.impl("backward", backward_meta);
+    m.impl("gradient", gradient_meta);
+    m.impl("finish", finish_meta);
+    m.impl("finish_backward", finish_backward_meta);
 }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", forward_cuda);
-    m.impl("backward", backward_cuda);
+    m.impl("gradient", gradient_cuda);
+    m.impl("finish", finish_cuda);
+    m.impl("finish_backward", finish_backward_cuda);
 }
 #endif
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    for (const char* name : {"forward", "gradient", "finish", "finish_backward"}) {
+        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    }
 }
 """
 
@@ -1164,9 +1213,61 @@ def _allows_tf32() -> bool:
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_swish_group_norm")
-_forward = getattr(torch.ops, NAMESPACE).forward
+_operators = getattr(torch.ops, NAMESPACE)
 # x86 CPUs without instructions for bfloat16: float32 is 2 to 4 times as fast from 32 rows on, the conversions included.
 _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
+# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than one of SGEMM: 8.0, 9.0 and
+# 10.x, where one is 16, 7 and 7 times as fast as SGEMM by mma.sync; not 8.6, 8.7, 8.9 and 12.x (2 to 4 times), nor 7.5,
+# which has no cp.async.
+_BY_PIECES = {
+    gpu
+    for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
+    if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]
+}
+
+
+def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether linear(x) is x W^T + bias of ordinary matrices."""
+    if not isinstance(x, torch.Tensor) or not _is_plain(linear, nn.Linear) or linear.bias is None or x.dim() != 2:
+        return False
+    weight, bias = linear.weight, linear.bias
+    return weight.shape == (len(bias), x.shape[1]) and _are_plain(x, weight, bias)
+
+
+def _is_large(m: int, n: int, k: int) -> bool:
+    """Whether the kernels' product of (m, k) by (n, k) pays. With fewer than 2^20 sums some SMs have no tile; with few
+    rows, columns or terms the split takes longer than is saved."""
+    return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
+
+
+def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
+    """In float32 on a GPU. What is small, whose launch is not to wait for long questions, is told first."""
+    if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
+        return False
+    if not _is_plain(linear, nn.Linear) or linear.weight.dim() != 2:
+        return False
+    return _is_large(x.shape[0], *linear.weight.shape) and _is_layer(linear, x)
+
+
+def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool = False) -> torch.Tensor:
+    """dX = G W, `other` being W; or, of_weight, dW = G^T x, `other` being x. G is the gradient of h."""
+    (m, n), k = g.shape, other.shape[1]
+    large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
+    if large and not tf32 and not torch.is_grad_enabled():  # it is enabled where gradients are to be differentiated
+        return _operators.gradient(g, other, of_weight)
+    return g.t().mm(other) if of_weight else g.mm(other)
+
+
+def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a large product is worth its split; where TF32 is allowed, to be multiplied by cuBLAS."""
+    m, n = len(x), len(weight)
+    return m * n >= 2048 * (m + n) if _allows_tf32() else x.device.index in _BY_PIECES
+
+
+def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
+    if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
+        return False
+    return _is_layer(linear, x) and x.shape[0] >= 32
 
 
 def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Tensor:
@@ -1176,40 +1277,65 @@ def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Te
     return group_norm(h)
 
 
-def _model(x, weight, linear_bias, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
-    """The Model's lines, of its parameters."""
-    h = nn.functional.linear(x, weight, linear_bias)
+def _differentiably(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
     return _finish_plainly(bias, lambda h: nn.functional.group_norm(h, groups, gamma, beta, eps), h)
 
 
-def _is_upcast(x: torch.Tensor) -> bool:
-    return x.is_cpu and _WITHOUT_BF16 and x.dtype is not torch.float32 and x.shape[0] >= 32
+def _gradients_to_differentiate(function, tensors: list, needs: list[bool], grad: torch.Tensor) -> list:
+    tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
+    wanted = [t for t, need in zip(tensors, needs) if need]
+    found = iter(torch.autograd.grad(function(*tensors), wanted, grad, create_graph=True))
+    return [next(found) if need else None for need in needs]
 
 
-def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor) -> bool:
-    """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.GroupNorm):
+def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
+    """Whether the operators may stand for the Model's lines from an h of n features on, of this dtype and device."""
+    if not _is_plain(norm, nn.GroupNorm) or norm.weight is None:
         return False
-    if linear.bias is None or norm.weight is None:
+    vectors, groups = (bias, norm.weight, norm.bias), norm.num_groups
+    if not _are_plain(h, *vectors) or h.dim() != 2 or any(v.dim() != 1 or v.shape[0] != n for v in vectors):
         return False
-    weight, vectors = linear.weight, (linear.bias, bias, norm.weight, norm.bias)
-    if not _are_plain(x, weight, *vectors) or not x.dim() == weight.dim() == 2 or x.shape[1] != weight.shape[1]:
-        return False
-    n, groups = weight.shape[0], norm.num_groups
-    widths = (8, 16, 32, 64, 128)[x.is_cpu :]  # groups of 8 are slower than PyTorch's on a CPU
-    if any(v.shape != weight.shape[:1] for v in vectors) or n % groups != 0 or n // groups not in widths:
-        return False
-    if not _is_recorded(x, weight, *vectors):
-        return True
-    return x.shape[0] > 0 if x.is_cuda else _is_upcast(x)
+    widths = (8, 16, 32, 64, 128)[h.is_cpu :]  # groups of 8 are slower than PyTorch's on a CPU
+    return n % groups == 0 and n // groups in widths
+
+
+def _finish(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """What follows the linear layer."""
+    if isinstance(h, torch.Tensor) and _fits(norm, bias, h, h.shape[-1]):
+        inputs = h, bias, norm.weight, norm.bias, norm.num_groups, norm.eps
+        if not _is_recorded(*inputs[:4]):
+            return _operators.finish(*inputs)
+        if h.is_cuda and h.shape[0] > 0:
+            return SwishGroupNorm.apply(*inputs)
+    return _finish_plainly(bias, norm, h)
+
+
+class SwishGroupNorm(torch.autograd.Function):
+    """What follows the linear layer, on a GPU. Second derivatives are ATen's."""
+
+    @staticmethod
+    def forward(ctx, h, bias, gamma, beta, groups, eps):
+        ctx.save_for_backward(h, bias, gamma, beta)
+        ctx.others = groups, eps
+        return _operators.finish(h, bias, gamma, beta, groups, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors, needs, others = ctx.saved_tensors, ctx.needs_input_grad[:4], ctx.others
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+            found = _gradients_to_differentiate(lambda *t: _differentiably(*t, *others), tensors, needs, grad)
+        else:
+            of_h, _, *vectors = _operators.finish_backward(grad, *tensors[:3], *others)
+            found = of_h, *vectors
+        return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network on a GPU, with gradients. Second derivatives are ATen's."""
+    """The whole network, its product on tensor cores. Second derivatives are ATen's."""
 
     @staticmethod
     def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
-        out, h = _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
+        out, h = _operators.forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
         ctx.save_for_backward(x, weight, linear_bias, bias, gamma, beta, h)
         ctx.others = groups, eps, tf32
         return out
@@ -1218,14 +1344,18 @@ class LinearSwishGroupNorm(torch.autograd.Function):
     def backward(ctx, grad):
         *tensors, h = ctx.saved_tensors
         needs, (groups, eps, tf32) = ctx.needs_input_grad[:6], ctx.others
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+
+            def model(x, weight, linear_bias, *vectors):
+                return _differentiably(nn.functional.linear(x, weight, linear_bias), *vectors, groups, eps)
+
+            found = _gradients_to_differentiate(model, tensors, needs, grad)
+        else:
             x, weight, _, bias, gamma, _ = tensors
-            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, bias, gamma, groups, eps, tf32, needs)
-        else:  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
-            wanted = [t for t, need in zip(tensors, needs) if need]
-            of_wanted = iter(torch.autograd.grad(_model(*tensors, groups, eps), wanted, grad, create_graph=True))
-            found = [next(of_wanted) if need else None for need in needs]
+            g, *vectors = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
+            of_x = _gradient(g, weight, False, tf32) if needs[0] else None
+            of_weight = _gradient(g, x, True, tf32) if needs[1] else None
+            found = of_x, of_weight, *vectors
         return *(own if need else None for own, need in zip(found, needs)), None, None, None
 
 
@@ -1251,14 +1381,15 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
-        if not _fits(linear, norm, x, bias):
-            return _finish_plainly(bias, norm, linear(x))
-        tensors = [x, linear.weight, linear.bias, bias, norm.weight, norm.bias]
-        others = norm.num_groups, norm.eps, _allows_tf32()
-        if _is_recorded(*tensors) and x.is_cuda:
-            return LinearSwishGroupNorm.apply(*tensors, *others)
-        if _is_recorded(*tensors):
-            return _model(*(t.float() for t in tensors), *others[:2]).to(x.dtype)
-        if _is_upcast(x):
-            tensors = [t.float() for t in tensors]
-        return _forward(*tensors, *others, False)[0].to(x.dtype)
+        if _is_large_layer(linear, x) and _pays(x, linear.weight) and _fits(norm, bias, x, len(linear.weight)):
+            tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
+            others = norm.num_groups, norm.eps, _allows_tf32()
+            if _is_recorded(*tensors):
+                return LinearSwishGroupNorm.apply(*tensors, *others)
+            return _operators.forward(*tensors, *others, False)[0]
+        if _is_upcast(linear, x) and _fits(norm, bias, x, len(linear.weight)):
+            h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
+            vectors = [t.float() for t in (bias, norm.weight, norm.bias)]
+            finish = _differentiably if _is_recorded(h, *vectors) else _operators.finish
+            return finish(h, *vectors, norm.num_groups, norm.eps).to(x.dtype)
+        return _finish(norm, bias, linear(x))

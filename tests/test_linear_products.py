@@ -109,9 +109,8 @@ def product(kind, m: int = M, n: int = N, k: int = K):
     x, w = kind(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5)
     b = torch.zeros(n, device="cuda")
     operators = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE)
-    y = torch.zeros(m, n, device="cuda")
     eager = nn.functional.linear(x, w, b)
-    ours = operators.forward(x, w, b, y, 1e-5, tf32=False, recorded=True)[1]  # h, which a backward needs
+    ours = operators.forward(x, w, b)
     return ours, eager, x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
 
 
