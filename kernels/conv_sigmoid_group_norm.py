@@ -20,8 +20,8 @@ has 4 input channels or more.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution.
 `python harness.py conv_sigmoid_group_norm --backward` measures on an H200: forward 1.49 ms in float32, 4.0 times eager,
-2.3 times torch.compile; 0.99 ms in bfloat16, 5.4 and 2.8 times; with backward, x's gradient too, 8.67 and 5.29 ms, 2.15
-and 2.4 times eager.
+2.3 times torch.compile; 0.97 ms in bfloat16, 5.5 and 2.8 times; with backward, x's gradient too, 8.5 and 5.1 ms, 2.2
+and 2.5 times eager. Compiled for compute capability 8.0 it takes as long there.
 """
 
 import contextlib
@@ -168,7 +168,8 @@ struct Arguments {
     int lines;  // of x in shared memory, of each channel
     int tiles, items;  // tiles of a sample, and of all
     int parts;  // channel tiles that a group may touch
-    int x_floats, weight_floats;  // of shared memory
+    int x_floats, weight_floats;  // of shared memory, of a stage
+    int weight_sets;  // stages whose weights stay in shared memory for all tiles; 0: each stage loads its own
     Mode mode;
     float eps;
     double share;  // 1 / the values of a group
@@ -534,7 +535,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, const float* x, con
             }
         }
         const uint32_t at = own + (slot + lane / 8 % 2 < slots ? offsets[slot] : 0);
-        constexpr int kTiles = 4;  // of 8 pixels each, whose products do not wait for each other
+        constexpr int kTiles = 2;  // of 8 pixels each, whose products do not wait for each other
 #pragma unroll
         for (int j = 0; j < kPixels / 2; j += kTiles) {
             uint32_t b[kTiles][2 * PIECES];
@@ -772,11 +773,17 @@ __device__ __forceinline__ void keep_sums(
 __device__ __forceinline__ void sum_values(
     float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     const bool whole = __all_sync(~0u, pixels.all_valid());
+    constexpr int kThird = kTensor ? 4 : 12;
     float sums[2 * kChannels] = {}, anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        // The first pixel of the first of the lanes: outside the image only if all are.
-        const float anchor = __shfl_sync(~0u, v[o][0], 0, kChannelLanes);
+        // The middle one of three distant pixels, of the first of the lanes: one infinity in x leaves two of them
+        // alone. The first pixel is outside the image only if all are.
+        const float first = v[o][0];
+        const float second = whole ? v[o][2] : first;
+        const float third = whole ? v[o][kThird] : first;
+        const float middle = fmaxf(fminf(first, second), fminf(fmaxf(first, second), third));
+        const float anchor = __shfl_sync(~0u, middle, 0, kChannelLanes);
         anchors[o] = anchor;
         if (!whole) {
 #pragma unroll
@@ -858,13 +865,26 @@ __device__ __forceinline__ void load_means(const Arguments& p, const Tile& tile,
     if (threadIdx.x >= p.outs || c >= p.out_channels) return;
     shared.means[threadIdx.x] = p.statistics[int64_t(tile.sample) * p.groups + c / p.group_channels].mean;
 }
-// Outside the image h becomes 0: an infinite weight makes it NaN there, and NaN times a gradient of 0 is NaN in sums.
+// Brings the tile's g to L2 while the block convolves: otherwise the backward waits for it twice as long.
+template <typename T> __device__ __forceinline__ void prefetch_gradients(const Arguments& p, const Tile& tile) {
+    const int last = min(kColumns, p.columns - tile.column) - 1;
+    for (int i = threadIdx.x; i < p.outs * p.tile_rows; i += kThreads) {
+        const int c = tile.channel + i / p.tile_rows, row = tile.row + i % p.tile_rows;
+        if (c >= p.out_channels || row >= p.rows) continue;
+        const int64_t line = (int64_t(tile.sample) * p.out_channels + c) * p.rows + row;
+        const T* const from = static_cast<const T*>(p.grad) + line * p.columns + tile.column;
+        asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
+        asm volatile("prefetch.global.L2 [%0];" : : "l"(from + last));
+    }
+}
+// Outside the image h becomes 1, so that sums there add zeros: an infinite weight or x makes h NaN there, and NaN times
+// a gradient of 0 is NaN. (With h = 0 an infinite scale would make z NaN.)
 __device__ __forceinline__ void clear_outside(float (&h)[kChannels][kPixels], const Pixels& pixels) {
     if (__all_sync(~0u, pixels.all_valid())) return;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
         float& value = h[i / kPixels][i % kPixels];
-        value = pixels.valid >> i % kPixels & 1 ? value : 0.0f;
+        value = pixels.valid >> i % kPixels & 1 ? value : 1.0f;
     }
 }
 // Then sums of g and g (v - mean).
@@ -947,9 +967,9 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
     float* const weights = x + p.x_floats;
-    T* const raw = reinterpret_cast<T*>(sizeof(T) == 4 && !kTensor ? x : weights + p.weight_floats);
-    const int warp = threadIdx.x / 32;
-    const bool one_load = p.channel_tiles == 1 && p.in_channels <= p.stage;  // of weights, for all tiles
+    constexpr bool kRaw = sizeof(T) == 2 || kTensor;  // x arrives in a place of its own
+    T* const raw = reinterpret_cast<T*>(kRaw ? weights + max(p.weight_sets, 1) * p.weight_floats : x);
+    const auto warp = [] { return int(read_thread() / 32); };
     if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
     if (kTensor && threadIdx.x <= kMostSlots) {
         const int taps = p.kernel * p.kernel, tap = threadIdx.x % taps;
@@ -959,21 +979,26 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
     if (DIRECTION == kInputGradient && threadIdx.x < kMostOuts) shared.norm[threadIdx.x] = {0, 1, 0};
     __syncthreads();
     start_x<T>(p, shared.tiles[0], 0, raw);
-    if (one_load) load_weights<T, DIRECTION>(p, 0, 0, weights, shared);
+    for (int set = 0; set < p.weight_sets; ++set) {
+        load_weights<T, DIRECTION>(p, 0, set * p.stage, weights + set * p.weight_floats, shared);
+    }
     for (int place = 0; shared.tiles[place].item < p.items; place = 1 - place) {  // the tiles' places take turns
         const Tile& tile = shared.tiles[place];
         Tile& next = shared.tiles[1 - place];
-        if (DIRECTION == kBackward) load_means(p, tile, shared);
+        if (DIRECTION == kBackward) {
+            load_means(p, tile, shared);
+            prefetch_gradients<T>(p, tile);
+        }
         float h[kChannels][kPixels] = {};
         for (int first = 0; first < p.in_channels; first += p.stage) {
-            if (!one_load) {
-                __syncthreads();
-                if (first > 0) start_x<T>(p, tile, first, raw);
-                load_weights<T, DIRECTION>(p, tile.channel, first, weights, shared);
-            }
+            float* const of_stage = p.weight_sets > 0 ? weights + first / p.stage * p.weight_floats : weights;
+            if (first > 0 || p.weight_sets == 0) __syncthreads();
+            if (first > 0 && !kRaw) start_x<T>(p, tile, first, raw);
+            if (p.weight_sets == 0) load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             finish_x<T>(p, first, raw, x);
+            if (first + p.stage < p.in_channels && kRaw) start_x<T>(p, tile, first + p.stage, raw);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, x, weights, shared, channels_of_stage(p, first), h);
+            convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), h);
         }
         if (threadIdx.x == 0) next.set(p, tile.item + gridDim.x);
         if (DIRECTION == kInputGradient) {
@@ -987,11 +1012,11 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
         if (DIRECTION == kBackward) clear_outside(h, Pixels(p, tile));
         if (p.mode != kFinish) {
             const Pixels pixels(p, tile);
-            if (DIRECTION == kBackward) sum_gradients<T>(p, h, pixels, shared, warp);
-            else sum_values(h, pixels, shared, warp);
+            if (DIRECTION == kBackward) sum_gradients<T>(p, h, pixels, shared, warp());
+            else sum_values(h, pixels, shared, warp());
         }
         __syncthreads();
-        if (p.mode != kFinish && warp == 0) publish<DIRECTION == kBackward>(p, tile, shared, threadIdx.x);
+        if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, threadIdx.x);
         if (next.item < p.items) start_x<T>(p, next, 0, raw);  // while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && threadIdx.x == 0) await_sample(p, tile.sample);
@@ -999,9 +1024,9 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
         gather<DIRECTION == kBackward>(p, tile, shared);
         __syncthreads();
         if (DIRECTION == kBackward) {
-            write_gradients<T>(p, h, Pixels(p, tile), shared, warp);
+            write_gradients<T>(p, h, Pixels(p, tile), shared, warp());
             __syncthreads();
-            if (warp == 0) publish_gradients(p, tile, shared, threadIdx.x);
+            if (warp() == 0) publish_gradients(p, tile, shared, threadIdx.x);
         } else {
             write_values<T>(p, tile, h, shared, x);
         }
@@ -1070,6 +1095,10 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     while (p.stage > (tensor ? kDepth : 1) && 2 * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
         bytes = bytes_of(p.stage / 2);
     }
+    const int stages = (p.in_channels + p.stage - 1) / p.stage, others = 4 * p.weight_floats * (stages - 1);
+    const bool fit = stages == 1 || 2 * (bytes + others + int(sizeof(Shared)) + 1024) <= of_sm;
+    p.weight_sets = p.channel_tiles == 1 && fit ? stages : 0;
+    if (p.weight_sets > 0) bytes += others;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) {
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
