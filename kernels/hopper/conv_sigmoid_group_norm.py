@@ -255,7 +255,7 @@ struct Deviations { float anchor, sum, square; };  // anchor is a value near all
 struct Moments { float mean, square; };  // of a warpgroup's v of a channel: the mean, and the sum of (v - mean)^2
 struct Scales { float weight[kMostOut], input; };  // powers of two: factors of a channel's weights, and of x
 
-struct alignas(128) ConvShared {  // static; x, then the places of v, are in dynamic shared memory
+struct alignas(128) ConvShared {  // static shared memory. x, and after it the places of v, are in the dynamic one
     Moments made[kPlaces][kMostConsumers][kMostOut];
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kMostConsumers];  // how many values of a channel are in `made`
@@ -333,7 +333,7 @@ template <bool ONE> __device__ __forceinline__ uint64_t pixel_descriptor(const C
     return stride << 32 | (x_at + ((leading << 16) + to_plane + pixels_to(tap)));
 }
 
-// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
+// d = a * b + (keep ? d : 0), by a warpgroup: 64 rows, 64 columns, 16 of K. a is in registers, b a descriptor.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define WGMMA(type)                                                                                             \
@@ -348,7 +348,7 @@ template <typename O> __device__ __forceinline__ void wgmma(float (&d)[32], cons
     else WGMMA("bf16.bf16");
 }
 
-// The sum over `lanes` (a power of two) neighbouring lanes, in each of them.
+// Returns the sum over `lanes` neighbouring lanes, a power of two, to each of them.
 template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) {
     for (int mask = 1; mask < lanes; mask *= 2) v += __shfl_xor_sync(~0u, v, mask);
     return v;
@@ -393,7 +393,7 @@ __device__ __forceinline__ void split_two(float a, float b, uint32_t& hi, uint32
     hi = reinterpret_cast<const uint32_t&>(h);
     lo = reinterpret_cast<const uint32_t&>(l);
 }
-__device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
+__device__ __forceinline__ float rest_of(float v) {  // what hi and lo leave of v: v - (hi + lo)
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
@@ -413,7 +413,8 @@ __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, 
     lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
-__device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {  // or 0
+// A weight, and 0 where a channel does not exist.
+__device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {
     return o < p.out_channels && in < p.in_channels ? p.weight[(o * p.in_channels + in) * 9 + tap] : 0.0f;
 }
 __device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
@@ -545,7 +546,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
             largest = __reduce_max_sync(~0u, bits_of_float<T>(largest));
             if (threadIdx.x % 32 == 0) atomicMax(p.largest + cursor.sample, largest);
         }
-        fence_async_proxy();  // before x_full: wgmma (async proxy) will see this thread's stores (generic proxy)
+        fence_async_proxy();  // so that wgmma, which reads by the async proxy, sees this thread's stores
         mbarrier_arrive(&shared.x_full[cursor.stage]);
     }
 }
@@ -634,10 +635,10 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 }
 
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
-// the turn to issue wgmma, so that one's wgmma runs during the others' activations. Lane t of four has pixels 2 t and 2
-// t + 1 of every eight of a task's rows, of one channel. A consumer waits for x_full, for its turn and, before a
-// sample's first store to v, for v_empty. It wakes the next consumer when its wgmma is issued, the producers when its
-// last wgmma of the sample is done, and last `post`, or the warps that write h.
+// the turn to issue wgmma, so that one's wgmma runs during the others' activations. A lane has one channel and two
+// neighbouring pixels of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4. A consumer waits for
+// x_full, for its turn and, before a sample's first store to v, for v_empty. It wakes the next consumer when its wgmma
+// is issued, the producers when its last wgmma of the sample is done, and at the end `post`, or the warps that write h.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -655,11 +656,11 @@ __device__ __forceinline__ void convolve(
     const auto activate = [](float t) { return NORMALIZE ? Held<T>::u(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
-    const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // right of the thread's first
+    const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // that exist, from the thread's first on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // warp-uniform, which saves 1% of the time
     const int own_turn = 1 + warpgroup;
     const int next_turn = own_turn < S::kConsumers ? own_turn + 1 : 1;
-    if (warpgroup == S::kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
+    if (warpgroup == S::kConsumers - 1) barrier_arrive(next_turn, 256);  // gives warpgroup 0 the first turn
     int first_task = warpgroup;
     for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         float* const v = held + (cursor.place * p.out_channels + c) * p.plane + 2 * t;
@@ -683,14 +684,14 @@ __device__ __forceinline__ void convolve(
             }
             wgmma_commit();
             barrier_arrive(next_turn, 256);
-            wgmma_wait<0>();  // .aligned, so here: later warps diverge on all_exist
+            wgmma_wait<0>();  // here, where all warps of the warpgroup run it together: later they branch on all_exist
 #pragma unroll
             for (int i = 0; i < kTaskPixels / 2; ++i) {
                 asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
             }
             if (is_last) mbarrier_arrive(&shared.x_empty[cursor.stage]);
             float sum = 0, square = 0;
-            // `inside`: the task's rows exist, and its columns but perhaps the last eight. Then only these need a
+            // `inside` says that the task's rows exist, and its columns but perhaps the last eight: only these need a
             // check.
             const auto finish = [&](auto inside) {
                 constexpr bool kInside = decltype(inside)::value;
@@ -735,11 +736,12 @@ __device__ __forceinline__ void convolve(
             all.square += square;
             count += min(kTaskPixels, p.columns - column) * min(S::kTall, band.rows - row);
         }
-        if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
+        if (task == first_task) {  // this warpgroup had no task, but the others count on its waits and signals
             mbarrier_arrive(&shared.x_empty[cursor.stage]);
             mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
         }
-        // NaN where x * scales.input exceeds fp16's range, and where x, a parameter or scales.input is not finite.
+        // all.square is NaN where x * scales.input overflows fp16, and where x, a parameter or scales.input is not
+        // finite.
         if (__any_sync(~0u, !(all.square < INFINITY))) {
             convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, v, all);
             if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
@@ -776,7 +778,7 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
             band_sums.x += count * mean;
             band_sums.y += count * mean * mean + some.square;
         }
-        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `made` is read, and by this arrival the writers see v
+        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `made` is read. Through this arrival the writers see v
         double2 group_sums = band_sums;
         for (int i = 1; i < p.group_channels; ++i) {
             group_sums.x += __shfl_down_sync(~0u, band_sums.x, i);
@@ -797,7 +799,7 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
 template <typename T> __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     constexpr bool centred = sizeof(T) == 2;
-    const int c = min(threadIdx.x % 32, p.out_channels - 1);  // the last channel's: several lanes, the same values
+    const int c = min(threadIdx.x % 32, p.out_channels - 1);  // lanes beyond compute the last channel's norm, too
     const float gamma = p.gamma[c], beta = p.beta[c];
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
@@ -843,7 +845,8 @@ __device__ __forceinline__ void write(
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 float4 four[kBatch];
 #pragma unroll
-                for (int k = 0; k < kBatch; ++k) four[k] = v[min(begin + 32 * k, fours - 1)];  // at the end: the last
+                for (int k = 0; k < kBatch; ++k)
+                    four[k] = v[min(begin + 32 * k, fours - 1)];  // beyond the end: the last
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
                     const auto of = [&](float v) {
@@ -1076,7 +1079,7 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) error = cudaMemsetAsync(p.totals, 0, conv_totals_bytes(sizes), stream);
     if (error != cudaSuccess) return error;
-    void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
+    void* arguments[] = {&p};  // a cooperative launch runs all blocks at once, which wait for each other
     return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
 }
 
@@ -1337,7 +1340,7 @@ __device__ __forceinline__ void make(
         float of_row[2][4] = {};
 #pragma unroll 1
         for (unsigned pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
-            __pipeline_wait_prior(3);  // all but those of three more pairs
+            __pipeline_wait_prior(3);  // for this pair's copies: those of three more pairs may be on their way
             if (int(2 * pair) < p.columns) {
                 float dh[2][4];
                 for (int k = 0; k < 4; ++k) {
