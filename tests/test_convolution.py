@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, forward
+from accuracy import assert_as_accurate_as_eager, draws, forward, same_kinds
 from cases import STEMS, Case, build, for_each_file, gpu, in_float64
 from test_gradients import ROUNDINGS, both_ways, gradients
 
@@ -170,6 +170,20 @@ def test_what_is_not_finite_stays_where_eager_or_float64_has_it(value, case):
 
     for which in range(5):  # x, bias, scale, the convolution's weight and bias
         assert_as_accurate_as_eager(both_ways, draws(case, "cuda", torch.float32, poisoned(which)), ROUNDINGS)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf], ids=str)
+def test_an_infinite_weight_does_nothing_outside_the_image(value):
+    """There the tile's x is 0, and its product with the weight NaN: no gradient may see that."""
+    narrow = case("images narrower than a tile", 2, 8, 34, 22, 3, 8, 4)
+    for index in (0, 1000, -1):
+        model, new, inputs = build(narrow, "cuda")
+        for module in (model, new):
+            module.conv.weight.data.view(-1)[index] = value
+        ours, eager = both_ways(new, inputs), both_ways(model, inputs)
+        right = both_ways(in_float64(model), [inputs[0].double()])
+        for name in right:
+            assert same_kinds(ours[name], eager[name], right[name], of_gradients=True), name
 
 
 def test_roundings_do_not_add_up_over_an_image():
