@@ -1857,8 +1857,10 @@ def _valid(tensors: tuple, groups: int) -> bool:
     x, weight, *vectors = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
+    if type(x) not in _TYPES or not x.is_cuda:  # in this order: torch.fx traces with what has no truth value
+        return False
     device, dtype = x.device, x.dtype
-    if not x.is_cuda or not _SMS[device.index]:
+    if not _SMS[device.index]:
         return False
     autocast = torch.is_autocast_enabled("cuda")
     for t in tensors:  # loops, as each any() takes the host a microsecond more
