@@ -571,15 +571,16 @@ __device__ __forceinline__ void multiply(const Arguments& p, const float* x, con
         }
     }
 }
-// By a thread, after `multiply`: if one of its values is not finite, all of them in float32, from device memory. The
-// pieces of an infinite number have NaN as the sum of their products, and a slot that does not exist is infinity times
-// zero.
-template <typename T>
+// By a thread, after the convolution: if one of its values is not finite, all of them in float32, from device memory.
+// The pieces of an infinite number have NaN as the sum of their products; and a slot that does not exist, or a zero
+// around the image, times an infinite weight is NaN. Here what lies outside the image takes no part.
+template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void mend(const Arguments& p, const Tile& tile, float (&h)[kChannels][kPixels]) {
     float zero = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) zero = fmaf(h[i / kPixels][i % kPixels], 0.0f, zero);
     if (zero == 0) return;
+    constexpr bool padded = DIRECTION == kInputGradient;
     const Pixels pixels(p, tile);
     const Place place(p);
     const int taps = p.kernel * p.kernel;
@@ -587,17 +588,23 @@ __device__ __forceinline__ void mend(const Arguments& p, const Tile& tile, float
     for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] = 0;
 #pragma unroll 1
     for (int n = 0; n < p.in_channels * taps; ++n) {
-        const int in = n / taps, row = tile.row + place.row + n % taps / p.kernel;
+        const int in = n / taps;
+        const int row = tile.row + place.row + n % taps / p.kernel - (padded ? p.pad : 0);
+        const int column = tile.column + place.column + n % p.kernel - (padded ? p.pad : 0);
         float w[kChannels];
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
-            w[o] = weight_of<T, kForward>(p, tile.channel + place.channel + o * kChannelStep, in, n % taps);
+            w[o] = weight_of<T, DIRECTION>(p, tile.channel + place.channel + o * kChannelStep, in, n % taps);
         }
         const int64_t line = (int64_t(tile.sample) * p.in_channels + in) * p.height + row;
-        const T* const from = static_cast<const T*>(p.x) + line * p.width + tile.column + place.column + n % p.kernel;
+        const T* const from = static_cast<const T*>(p.x) + line * p.width + column;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
-            const float v = pixels.valid >> i & 1 ? to_float(from[pixels.offset(i, p.width)]) : 0.0f;
+            if (!(pixels.valid >> i & 1)) continue;
+            const unsigned pixel_row = row + pixels.offset(i, 1 << 16) / (1 << 16);
+            const unsigned pixel_column = column + pixels.offset(i, 1 << 16) % (1 << 16);
+            if (padded && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
+            const float v = to_float(from[pixels.offset(i, p.width)]);
 #pragma unroll
             for (int o = 0; o < kChannels; ++o) h[o][i] = fmaf(w[o], v, h[o][i]);
         }
@@ -773,15 +780,17 @@ __device__ __forceinline__ void keep_sums(
 __device__ __forceinline__ void sum_values(
     float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     const bool whole = __all_sync(~0u, pixels.all_valid());
-    constexpr int kThird = kTensor ? 4 : 12;
+    constexpr int kSecond = 2;  // of the first row, in the next pair of columns
+    constexpr int kThird = 6 * kPairs;  // of the fourth row
+    const bool three = (pixels.valid >> kSecond & pixels.valid >> kThird & 1) != 0;
     float sums[2 * kChannels] = {}, anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        // The middle one of three distant pixels, of the first of the lanes: one infinity in x leaves two of them
-        // alone. The first pixel is outside the image only if all are.
+        // The middle one of three pixels, of the first of the lanes: one infinity in x reaches one of them at most. The
+        // first pixel is outside the image only if all are; if one of the others is, it is the anchor.
         const float first = v[o][0];
-        const float second = whole ? v[o][2] : first;
-        const float third = whole ? v[o][kThird] : first;
+        const float second = three ? v[o][kSecond] : first;
+        const float third = three ? v[o][kThird] : first;
         const float middle = fmaxf(fminf(first, second), fminf(fmaxf(first, second), third));
         const float anchor = __shfl_sync(~0u, middle, 0, kChannelLanes);
         anchors[o] = anchor;
@@ -1001,13 +1010,13 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
             convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), h);
         }
         if (threadIdx.x == 0) next.set(p, tile.item + gridDim.x);
+        if constexpr (kTensor || DIRECTION == kInputGradient) mend<T, DIRECTION>(p, tile, h);
         if (DIRECTION == kInputGradient) {
             __syncthreads();
             if (next.item < p.items) start_x<T>(p, next, 0, raw);
             write_values<T>(p, tile, h, shared, x);
             continue;
         }
-        if constexpr (kTensor && DIRECTION != kInputGradient) mend<T>(p, tile, h);
         add_bias<DIRECTION>(p, shared, h);
         if (DIRECTION == kBackward) clear_outside(h, Pixels(p, tile));
         if (p.mode != kFinish) {
