@@ -915,7 +915,9 @@ __device__ __forceinline__ void write_and_measure(
                     }
                 }
             }
-            const float4 all = {sum_of_lanes(sum, 32), sum_of_lanes(product, 32),
+            const double all_sum = sum_of_lanes(double(sum), 32);  // in float five more roundings were too many
+            const double all_product = sum_of_lanes(double(product), 32);
+            const float4 all = {float(all_sum), float(all_product),
                 __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most_grad))),
                 __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most_slope)))};
             const int64_t channel = int64_t(cursor.sample) * p.out_channels + c;
