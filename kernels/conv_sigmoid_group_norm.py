@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
+#line 1 "CUDA_SOURCE in conv_sigmoid_group_norm.py"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline_primitives.h>
@@ -1175,6 +1176,7 @@ extern "C" int conv_input_gradient(
 """
 
 CPP_SOURCE = r"""
+#line 1 "CPP_SOURCE in conv_sigmoid_group_norm.py"
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/conv2d.h>

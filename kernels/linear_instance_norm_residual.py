@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
+#line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -827,6 +828,7 @@ extern "C" int launch_product(const float* x, const float* weight, const float* 
 """
 
 CPP_SOURCE = r"""
+#line 1 "CPP_SOURCE in linear_instance_norm_residual.py"
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

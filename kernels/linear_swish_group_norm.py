@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
+#line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -875,6 +876,7 @@ extern "C" int launch_gradients(int dtype, const void* grad, const void* h, cons
 """
 
 CPP_SOURCE = r"""
+#line 1 "CPP_SOURCE in linear_swish_group_norm.py"
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>

@@ -133,12 +133,14 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path):
 
 
 def test_a_compiler_error_is_shown(tmp_path):
-    text = FILE.read_text().replace('CPP_SOURCE = r"""', 'CPP_SOURCE = r"""\n#include "no_such_header.h"\n', 1)
+    """With the file's name and the line of its string."""
+    text, changed = re.subn(r'(?m)^(#line 1 "CPP_SOURCE in .*\n)', r'\1#include "no_such_header.h"\n', FILE.read_text())
+    assert changed == 1
     (tmp_path / "wrong.py").write_text(text)
     for _ in range(2):  # and again, where a half-built library could now be found
         process = start_python(IMPORT, "wrong.py", cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
         code, _, err = finish(process)
-        assert code != 0 and "no_such_header.h" in err
+        assert code != 0 and re.search(rf"CPP_SOURCE in {FILE.name}:1:\d+: .*no_such_header.h", err), err
 
 
 # ---- what may happen

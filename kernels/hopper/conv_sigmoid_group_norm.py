@@ -38,6 +38,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 CUDA_SOURCE = r"""
+#line 1 "CUDA_SOURCE in conv_sigmoid_group_norm.py"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline_primitives.h>
@@ -1641,6 +1642,7 @@ extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaSt
 """
 
 CPP_SOURCE = r"""
+#line 1 "CPP_SOURCE in conv_sigmoid_group_norm.py"
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/_foreach_copy.h>

@@ -36,6 +36,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 CUDA_SOURCE = r"""
+#line 1 "CUDA_SOURCE in instance_norm.py"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -560,6 +561,7 @@ extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y
 """
 
 CPP_SOURCE = r"""
+#line 1 "CPP_SOURCE in instance_norm.py"
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

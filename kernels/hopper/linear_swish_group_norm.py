@@ -36,6 +36,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 CUDA_SOURCE = r"""
+#line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -1386,6 +1387,7 @@ extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h,
 """
 
 CPP_SOURCE = r"""
+#line 1 "CPP_SOURCE in linear_swish_group_norm.py"
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
