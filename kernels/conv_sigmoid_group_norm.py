@@ -58,7 +58,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale, and its gradient dv/dz. To change it, edit `activation`,
-// `activation_gradient` and, in Python, `_activate`. Where one is forgotten, importing this file raises an error.
+// `activation_gradient` and, in Python, `_activate`; a NaN must stay one. Importing this file compares the three at
+// some z, and raises an error where they differ.
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -1726,12 +1727,18 @@ def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def _check_activation() -> None:
-    """Whether `activation`, `activation_gradient` and `_activate` belong together; in the gradient, by differences."""
-    z = torch.tensor([-4.3, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 5.2], dtype=torch.float64, device="cpu")
+    """Whether `activation`, `activation_gradient` and `_activate` agree, the gradient with differences; also of NaN."""
+    activation = getattr(torch.ops, NAMESPACE).activation
+    z = torch.tensor([-4.3, -3.4, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 4.1, 5.2], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
-    found = [getattr(torch.ops, NAMESPACE).activation(one) for one in z.tolist()]
-    if not torch.allclose(z.new_tensor(found), torch.stack([v, (above - below) / 2e-3], 1), atol=1e-4):
-        raise RuntimeError("activation, activation_gradient (in CUDA_SOURCE) and _activate are not of one function")
+    found = z.new_tensor([activation(one) for one in z.tolist()])
+    differ = (found - torch.stack([v, (above - below) / 2e-3], 1)).abs().amax(1)
+    of_nan, models = z.new_tensor(activation(torch.nan)[0]), _activate(z.new_tensor(torch.nan), 0, 1)
+    nan_is_lost = bool(models.isnan() and not of_nan.isnan())
+    if nan_is_lost or not differ.max() <= 1e-4:
+        where = "NaN" if nan_is_lost else f"{z[differ.argmax()]:.1f}"
+        three = "activation and activation_gradient (in CUDA_SOURCE) and _activate"
+        raise RuntimeError(f"{three} compute different functions, see z = {where}: edit all three")
 
 
 _check_activation()
