@@ -13,15 +13,16 @@ Two paths, chosen in `ModelNew.forward`:
 - otherwise the Model's own layers.
 
 The forward reads x once and writes out once: v stays in registers. The convolution runs on tensor cores where they are
-much faster than float32's units (compute capability 8.0, 9.0, 10.0), as accurate as float32, and otherwise on those.
-With gradients it is the same; x, the parameters, mean and rstd are saved. The backward makes h again, and from it dh
-and the gradients of the vectors; from dh ATen makes that of W, and our kernel that of x if the convolution is 3x3 and
-has 4 input channels or more.
+much faster than float32's units (compute capability 8.0, 9.0, 10.0, 10.3), as accurate as float32; elsewhere on those
+units. The forward is the same when gradients are wanted; it then also saves x, the parameters, mean and rstd. The
+backward makes h again, and from it dh and the gradients of the vectors; from dh ATen makes that of W, and our kernel
+that of x if the convolution is 3x3 and has 4 input channels or more.
 
-Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution.
-By CUDA events, L2 cold, an H200 takes 1.50 ms forward in float32, 3.9 times eager and 2.3 times torch.compile; 0.97 ms
-in bfloat16, 5.5 and 2.8 times; with backward, x's gradient too, 8.5 and 5.1 ms, 2.2 and 2.5 times eager. Compiled for
-compute capability 8.0 it takes as long there. `python harness.py conv_sigmoid_group_norm --backward` measures it.
+Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By CUDA
+events, L2 cold, an H200 takes 1.50 ms forward in float32, 3.9 times eager and 2.3 times torch.compile; 0.97 ms in
+bfloat16, 5.5 and 2.8 times; forward and backward, x's gradient included, 8.5 ms in float32 and 5.1 ms in bfloat16, 2.2
+and 2.5 times eager. Compiled for compute capability 8.0 it takes as long on the H200. `python harness.py
+conv_sigmoid_group_norm --backward` measures it.
 """
 
 import contextlib
@@ -71,32 +72,35 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(v));
     return reciprocal;
 }
-// ACTIVATION: CPUs get this text too, to END; CPP_SOURCE has an `exp2_approx` and a `reciprocal_approx` of its own.
+// ACTIVATION: the text from here to END is compiled for CPUs, too. CPP_SOURCE has an `exp2_approx` and a
+// `reciprocal_approx` of its own.
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
 }
-// dv/dz = v (1 - v) = w - w^2, where w is the smaller of v and 1 - v. 1 - v is made as 2^(-log2(e) z) v: the difference
-// would lose the digits of small ones.
+// dv/dz = v (1 - v) = w - w^2, where w is the smaller of v and 1 - v. 1 - v is computed as 2^(-log2(e) z) v: where it
+// is small, the difference would lose its digits.
 __device__ __forceinline__ float activation_gradient(float z) {
     const float v = activation(z);
-    const float w = fminf(v, exp2_approx(-1.44269504f * z) * v);  // v where the product is inf * 0
+    const float w = fminf(v, exp2_approx(-1.44269504f * z) * v);  // fminf drops the NaN of inf * 0
     return fmaf(-w, w, w);
 }
 // END
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One kernel, three directions. A tile is 16 or 32 output channels of some pixels of one sample. A block of 256 threads
+// One kernel, three directions. A tile is 32 output channels of 16 rows and 32 columns of one sample's pixels, or 16
+// output channels of 32 rows. A block of 256 threads
 // makes a tile: it convolves, and its values stay in registers while the block adds up what the statistics need,
 // publishes these sums, waits until all tiles of the sample have published theirs, and then finishes its own. So x is
 // read once, and out written once.
 //
 //                forward                                       backward
-//   registers    h = conv(x), then v = activation(z)           h = conv(x) + bias
+//   registers    h = conv(x) + bias, v = activation(z)         h = conv(x) + bias
 //   published    sums of v, v^2                                sums of gamma g, gamma g (v - mean) rstd
-//   finish       out = (v - mean) rstd gamma + beta            dh; sums of dz, dz h
+//   finish       out = (v - mean) rstd gamma + beta            dh; sums of dz / rstd, dz h / rstd
 //
-// The third direction, the gradient of x, is the convolution of dh, with zeros around it, and the turned weights. It
-// writes its values as they are, and waits for nothing.
+// Here z = h scale, g is the gradient of out, and bias is the sum of the convolution's and the network's. The third
+// direction, the gradient of x, is the convolution of dh, with zeros around it, and the weights rotated by 180 degrees.
+// It writes its values as they are, and waits for nothing.
 //
 // Waiting is safe when all blocks run at once, which a cooperative launch guarantees, and when they are at least as
 // many as a sample's tiles: tiles are taken in order, so a block that waits needs only tiles of the same sample, which
@@ -119,7 +123,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   channels 0 and 8      lane 0     1      2      3      0  ...       3
 //   channels 1 and 9      lane 4     5      6      7      4  ...       7
 
-constexpr bool uses_tensor_cores(int capability) {  // times ten
+constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
     return capability == 80 || capability == 90 || capability == 100 || capability == 103;
 }
 #ifdef __CUDA_ARCH__
@@ -196,7 +200,7 @@ struct Tile {
 struct Norm { float mean, factor, offset, pull, rstd; };
 
 struct Shared {
-    float sums[2][kWarps][16];  // of each channel of a warp: of d = v - anchor, then of d^2
+    float sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
     float anchors[kWarps][16];
     int counts[kWarps];  // pixels of a warp that lie in the image
     double2 channels[kMostOuts];
@@ -227,7 +231,7 @@ struct Place {
 };
 // What it has of one tile. Pixel i is in row i / (2 kPairs), pair i / 2 % kPairs, column i % 2 of it.
 struct Pixels {
-    int channel, channels;  // the first in the tile; the tile may have fewer than the thread could take
+    int channel, channels;  // its first in the tile; output channels from there to the last
     int64_t first;  // index of pixel 0 of the first channel in `out`, `grad` and `dh`
     int plane;  // pixels of a channel
     unsigned valid;  // bit i: pixel i lies in the image
@@ -395,7 +399,7 @@ __device__ __forceinline__ void receive_x(const Arguments& p, int first, const T
         });
     }
 }
-// The two, by pairs of columns where rows begin at even places.
+// copy_x and receive_x, by pairs of columns where rows begin at even places.
 template <typename T>
 __device__ __forceinline__ void start_x(const Arguments& p, const Tile& tile, int first, T* raw) {
     if (p.width % 2 == 0) copy_x<T, 2>(p, tile, first, raw);
@@ -502,13 +506,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const float (&a)[4], uint32_t
         "r"(__float_as_uint(a[3])), "r"(b0), "r"(b1));
 #endif
 }
-// By a warp, on tensor cores: the same.
+// What `accumulate` does, by a warp on tensor cores.
 //
 // Tensor cores multiply numbers of 11 bits and float32's exponents (TF32) exactly, and add the products up in float32.
 // A float32 number is the sum of two of these, its pieces: hi is the nearest to it, lo the nearest to the rest. Then
 // x w = hi hi' + hi lo' + lo hi', but for lo lo', which is at most 2^-22 of it and of random sign. Numbers of 16 bits
-// have at most 11 bits of their own, and need one product. Tensor cores truncate their sums. Those of each step
-// therefore begin at zero, with the small products, and are added to `sum`, which rounds.
+// have at most 11 bits of their own, and need one product. Tensor cores truncate their sums. For float32 those of each
+// step therefore begin at zero, with the small products, and are added to `sum`, which rounds.
 //
 // A slot is a tap of kDepth channels, and a step takes two slots. In x 16 bytes are kDepth channels of a pixel:
 //
@@ -759,7 +763,7 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The kernel, and what differs between its directions. h[o][i] is of the thread's quad's channel o and pixel i.
+// The kernel, and what differs between its directions. h[o][i] is of the thread's channel o, pixel i.
 
 // By a warp: its sums, to where sums_of_channel finds them.
 __device__ __forceinline__ void keep_sums(
@@ -888,8 +892,8 @@ template <typename T> __device__ __forceinline__ void prefetch_gradients(const A
         asm volatile("prefetch.global.L2 [%0];" : : "l"(from + last));
     }
 }
-// Outside the image h becomes 1, so that sums there add zeros: an infinite weight or x makes h NaN there, and NaN times
-// a gradient of 0 is NaN. (With h = 0 an infinite scale would make z NaN.)
+// Outside the image g is 0, and h becomes 1, so that nothing is added to the sums: an infinite weight or x makes h NaN
+// there, and NaN times 0 is NaN. (With h = 0 an infinite scale would make z NaN.)
 __device__ __forceinline__ void clear_outside(float (&h)[kChannels][kPixels], const Pixels& pixels) {
     if (__all_sync(~0u, pixels.all_valid())) return;
 #pragma unroll
@@ -919,7 +923,8 @@ __device__ __forceinline__ void sum_gradients(
     const float anchors[kChannels] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
-// At last dh = dz scale, where dz = dv dv/dz and z = h scale; and sums of dz / rstd and dz h / rstd.
+// At last dh = dz scale, where dz is v's gradient times activation_gradient(z) and z = h scale; and sums of dz / rstd
+// and dz h / rstd. `dv` and `dz` below are without the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
     const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
@@ -1102,7 +1107,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
     };
     int bytes = bytes_of(std::min(kStage, padded(p.in_channels, tensor)));
-    // Each block also has `Shared`, and a KiB of the system's.
+    // Each block also has `Shared`, and 1 KiB that CUDA reserves.
     while (p.stage > (tensor ? kDepth : 1) && 2 * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
         bytes = bytes_of(p.stage / 2);
     }
@@ -1137,8 +1142,8 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     return cudaGetLastError();
 }
 
-// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out; or, if `backward`, dh, and then
-// grad and channel_sums. Returns a cudaError_t.
+// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. If `backward`, dh stands in the
+// place of out, and grad and channel_sums follow. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream) {
     Arguments p = plan(sizes);
@@ -1238,7 +1243,7 @@ constexpr int kTilePixels = kTileVectors * kLanes;
 constexpr int64_t kBandPixels = 1024;    // 4 KiB a channel
 constexpr int64_t kTapsOfASum = 72;      // more taps are added as sums of so many: rounding errors grow with a sum
 constexpr int64_t kMostTaps = 160;       // with more, PyTorch's convolution is as fast
-constexpr int64_t kGrain = 32768;        // values that are worth a thread
+constexpr int64_t kGrain = 32768;        // values from which on another thread pays
 constexpr int64_t kLineValues = 16;      // of a cache line of 64 bytes
 constexpr size_t kMappedBytes = 32 << 20;  // glibc maps what is larger anew, and unmaps it when it is freed
 
@@ -1745,7 +1750,7 @@ _check_activation()
 
 
 def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
-    """The Model's lines, of its tensors."""
+    """The Model's lines, as a function of its tensors."""
     h = _activate(nn.functional.conv2d(x, conv_weight, conv_bias), bias, scale)
     return nn.functional.group_norm(h, groups, weight, group_bias, eps)
 
