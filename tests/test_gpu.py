@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import allowed_error, assert_as_accurate_as_eager, draws, forward, largest, worst_error
+from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import (
     CASES,
     LAYOUT_CASES,
@@ -112,7 +112,7 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, dete
 
 @on_hopper
 @pytest.mark.parametrize(("case", "dtype"), FAST, ids=str)
-def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype, deterministic):
+def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype):
     """Also in a checkpoint, which runs it without them first, and then once more with them."""
     _, new, inputs = build(case, "cuda", dtype)
     expected = output_and_gradients(new, inputs, None)
@@ -255,9 +255,7 @@ def test_more_than_2_to_the_31_elements(case):
     for sample in (slice(0, 1), slice(-1, None)):
         with torch.backends.cudnn.flags(enabled=False):  # PyTorch's own kernels count in 64 bits
             alone = in_float64(model).float()(*[t[sample].float() for t in inputs])
-        eagers = model(*[t[sample] for t in inputs])
-        error, eager_error = (worst_error(got, alone) for got in (out[sample], eagers))
-        assert error <= allowed_error(eager_error, largest(alone), torch.float16)
+        torch.testing.assert_close(out[sample].float(), alone, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("case", [case for case in HUGE if case.stem == "instance_norm"], ids=str)
