@@ -635,6 +635,39 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
     }
 }
 
+// By a warpgroup that has the turn: issues the wgmmas of a task, hands on the turn, and waits for its sums d. x_at is
+// where the task's first pixel lies in shared memory.
+template <typename T, bool NORMALIZE>
+__device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Shape<T, NORMALIZE>::kSteps],
+    uint32_t x_at, float (&d)[kTaskPixels / 2], int next_turn) {
+    using S = Shape<T, NORMALIZE>;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < S::kProducts; ++k) {
+        wgmma<Operand<T>>(d, a[k % S::kSteps], pixel_descriptor<S::kOne>(p, k, x_at), k > 0);
+    }
+    wgmma_commit();
+    barrier_arrive(next_turn, 256);
+    wgmma_wait<0>();  // here, where all warps of the warpgroup run it together: later they branch on all_exist
+#pragma unroll
+    for (int i = 0; i < kTaskPixels / 2; ++i) {
+        asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
+    }
+}
+
+// Adds up the deviations that the four lanes of a channel have of a sample, `count` values together, and stores the
+// channel's mean and sum of squares to `made`.
+__device__ __forceinline__ void store_moments(
+    ConvShared& shared, int place, int warpgroup, int c, int count, Deviations all) {
+    all.sum = sum_of_lanes(all.sum, 4);
+    all.square = sum_of_lanes(all.square, 4);
+    if (threadIdx.x % 4 == 0) {
+        const float difference = all.sum / count;
+        shared.made[place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
+    }
+    if (threadIdx.x % 128 == 0) shared.counts[place][warpgroup] = count;
+}
+
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
 // the turn to issue wgmma, so that one's wgmma runs during the others' activations. A lane has one channel and two
 // neighbouring pixels of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4. A consumer waits for
@@ -676,24 +709,11 @@ __device__ __forceinline__ void convolve(
             const uint32_t x_at = x_begin + cursor.stage * p.x_plane + row * p.width + column;
             float d[kTaskPixels / 2];
             const bool is_first = task == first_task;
-            const bool is_last = task + S::kConsumers >= band.tasks;
             barrier_sync(own_turn, 256);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < S::kProducts; ++k) {
-                wgmma<Operand<T>>(d, a[k % S::kSteps], pixel_descriptor<S::kOne>(p, k, x_at), k > 0);
-            }
-            wgmma_commit();
-            barrier_arrive(next_turn, 256);
-            wgmma_wait<0>();  // here, where all warps of the warpgroup run it together: later they branch on all_exist
-#pragma unroll
-            for (int i = 0; i < kTaskPixels / 2; ++i) {
-                asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
-            }
-            if (is_last) mbarrier_arrive(&shared.x_empty[cursor.stage]);
+            multiply_task<T, NORMALIZE>(p, a, x_at, d, next_turn);
+            if (task + S::kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty[cursor.stage]);
             float sum = 0, square = 0;
-            // `inside` says that the task's rows exist, and its columns but perhaps the last eight: only these need a
-            // check.
+            // If kInside, the task's rows exist, and its columns but perhaps the last eight: only these need a check.
             const auto finish = [&](auto inside) {
                 constexpr bool kInside = decltype(inside)::value;
                 const int upper = columns - column;  // columns that exist in the task's upper row, from the thread's on
@@ -748,17 +768,7 @@ __device__ __forceinline__ void convolve(
             if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
         }
         first_task = task - band.tasks;
-        if constexpr (!NORMALIZE) {
-            mbarrier_arrive(&shared.v_full[cursor.place]);
-            continue;
-        }
-        all.sum = sum_of_lanes(all.sum, 4);
-        all.square = sum_of_lanes(all.square, 4);
-        if (t == 0) {
-            const float difference = all.sum / count;
-            shared.made[cursor.place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
-        }
-        if (threadIdx.x % 128 == 0) shared.counts[cursor.place][warpgroup] = count;
+        if constexpr (NORMALIZE) store_moments(shared, cursor.place, warpgroup, c, count, all);
         mbarrier_arrive(&shared.v_full[cursor.place]);
     }
 }
