@@ -157,13 +157,15 @@ template <int OPERANDS> struct Result {
     template <typename T> __device__ Result(const Sums<OPERANDS>& sums, float anchor, const Task<T>& task) {
         const double shift = sums.of[0] * task.share, variance = (sums.of[1] - sums.of[0] * shift) * task.share;
         const double r = rsqrt((variance < 0 ? 0 : variance) + task.eps);  // not fmax, which would drop a NaN
-        hi = float(anchor + shift), rstd = float(r);
+        hi = float(anchor + shift);
+        rstd = float(r);
         const double lo = (anchor + shift) - hi;
         if constexpr (OPERANDS == 1) {
             rest = float(-lo * r);
         } else {
             const double g_mean = sums.of[2] * task.share, covariance = (sums.of[3] - sums.of[0] * g_mean) * task.share;
-            slope = float(r * r * covariance), rest = float(lo * slope - g_mean);
+            slope = float(r * r * covariance);
+            rest = float(lo * slope - g_mean);
         }
     }
     template <typename T, int V> __device__ void write(T* to, const Place<T, V, OPERANDS>& place) const {
@@ -285,7 +287,9 @@ __device__ __forceinline__ void bulk_load_evict_last(void* to, const void* from,
 struct Cursor {
     int stage = 0, parity = 0;
     __device__ void advance() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        if (++stage != kStages) return;
+        stage = 0;
+        parity ^= 1;
     }
 };
 
@@ -434,7 +438,10 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
     extern __shared__ __align__(128) unsigned char ring[];
     __shared__ BlockState<OPERANDS> state;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) mbarrier_init(&state.full[s], 1), mbarrier_init(&state.empty[s], kTeam);
+        for (int s = 0; s < kStages; ++s) {
+            mbarrier_init(&state.full[s], 1);
+            mbarrier_init(&state.empty[s], kTeam);
+        }
         for (int team = 0; team < 2; ++team) {
             mbarrier_init(&state.gathered[team], kTeam);
             for (int turn = 0; turn < 2; ++turn) mbarrier_init(&state.exchanged[team][turn], 1);
