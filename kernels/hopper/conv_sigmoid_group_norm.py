@@ -129,7 +129,8 @@ template <typename T> struct Held {
     static constexpr bool kTanh = sizeof(T) == 2;
     static constexpr float kFactor = kTanh ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
     static constexpr float kScale = kTanh ? 0.5f : 1.0f, kShift = kTanh ? 0.5f : 0.0f;  // v = kScale * u + kShift
-    static constexpr float kLeast = (kLowest - kShift) / kScale, kMost = (kHighest - kShift) / kScale;  // of u
+    static constexpr float kLeast = (kLowest - kShift) / kScale;
+    static constexpr float kMost = (kHighest - kShift) / kScale;  // of u
     static constexpr double kRange = double(kMost) - kLeast;
     static __device__ __forceinline__ float u(float t) {
         if (!kTanh) return activation(t);
@@ -576,7 +577,8 @@ __device__ __forceinline__ void convolve_again(
 #pragma unroll 1
         for (int i = 0; i < S::kTall * kTaskPixels / 4; ++i) {
             const int row = task % band.lines * S::kTall + i / (kTaskPixels / 4);
-            const int at = i % (kTaskPixels / 4) / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
+            const int at = i % (kTaskPixels / 4) / 2 * 8 + i % 2;
+            const int here = column + threadIdx.x % 4 * 2 + at;
             const bool valid = c < p.out_channels && here < p.columns && row < band.rows;
             float h = 0;
 #pragma unroll 1
@@ -841,7 +843,8 @@ __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     constexpr int kWriters = Shape<T, true>::kWriters;
     constexpr int kBatch = 4;  // loads of a lane, then as many stores. One at a time the kernel was 10% slower
-    const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
+    const int lane = threadIdx.x % 32;
+    const int fours = band.rows * p.columns / 4;
     int c = writer;
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p), c -= p.out_channels) {
         mbarrier_wait(&shared.norm_full[cursor.place], cursor.parity);
@@ -879,8 +882,11 @@ __device__ __forceinline__ void write(
 template <typename T>
 __device__ __forceinline__ void write_and_measure(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
-    constexpr int kBatch = 4, kWriters = Shape<T, false>::kWriters;
-    const int lane = threadIdx.x % 32, values = band.rows * p.columns, fours = values / 4;
+    constexpr int kBatch = 4;
+    constexpr int kWriters = Shape<T, false>::kWriters;
+    const int lane = threadIdx.x % 32;
+    const int values = band.rows * p.columns;
+    const int fours = values / 4;
     const auto band_of = [&](int sample, int channel) {
         return ((int64_t(sample) * p.out_channels + channel) * p.rows + band.first_row) * p.columns;
     };
@@ -964,7 +970,8 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         if (threadIdx.x < kMostOut) shared.scales.weight[threadIdx.x] = shared.scales.input = 1;
         __syncthreads();
     }
-    const int first_row = blockIdx.x * p.band_rows, left = p.rows - first_row;
+    const int first_row = blockIdx.x * p.band_rows;
+    const int left = p.rows - first_row;
     const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
     const int lines = (rows + S::kTall - 1) / S::kTall;
     const Band band = {first_row, rows, lines, (p.columns + kTaskPixels - 1) / kTaskPixels * lines};
@@ -1080,15 +1087,18 @@ template <typename F> static int by_type(int64_t type, F launch) {
     return launch(__nv_bfloat16());
 }
 
+static bool is_benchmark(const Plan& plan) {
+    const Plan known = benchmark_plan();
+    return std::memcmp(&known, &plan, sizeof known) == 0;
+}
+
 // The forward or, with NORMALIZE false, h + bias. Returns a cudaError_t.
 template <typename T, bool NORMALIZE>
 static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
     const int bytes =
         int(plan_forward(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared))));
-    const Plan known = benchmark_plan();
-    const bool benchmark = std::memcmp(&known, &p, sizeof known) == 0;
     auto* const kernel =
-        benchmark ? convolve_and_normalize<T, true, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
+        is_benchmark(p) ? convolve_and_normalize<T, true, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) error = cudaMemsetAsync(p.totals, 0, conv_totals_bytes(sizes), stream);
     if (error != cudaSuccess) return error;
@@ -1290,7 +1300,9 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     }
     // B of mma.sync. A lane has input channel lane / 4 and output channels o, o + 1, o + 8 and o + 9 of 16.
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
-        const int lane = i % 32, tap = i / 32 % kTaps, half = i / (32 * kTaps);
+        const int lane = i % 32;
+        const int tap = i / 32 % kTaps;
+        const int half = i / (32 * kTaps);
         const int in = lane / 4;
         const int o = half * 16 + lane % 4 * 2;
         const auto scaled = [&](int o) {
@@ -1330,7 +1342,8 @@ __device__ __forceinline__ void make(
         }
         __pipeline_commit();
     };
-    const int column = threadIdx.x % kMostColumns, image = p.height * p.width;  // of x
+    const int column = threadIdx.x % kMostColumns;
+    const int image = p.height * p.width;  // of x
     T x[kMostIn];
     const auto load_x = [&](int row) {
         const int in = column < p.width && row < p.height ? p.in_channels : 0;
@@ -1577,7 +1590,8 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
         const Channel& c = p.channels[channel];
         return c.template q<T>(to_float(p.h[at]), to_float(static_cast<const T*>(p.grad)[at])) * c.rstd * c.scale;
     };
-    const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
+    const int thread = blockIdx.y * blockDim.x + threadIdx.x;
+    const int threads = gridDim.y * blockDim.x;
     for (int i = thread; i < p.in_channels * image && p.grad_x != nullptr; i += threads) {
         float sum = 0;
         for (int k = 0; k < p.out_channels * kTaps; ++k) {
@@ -1590,7 +1604,8 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
         p.grad_x[p.x_at(sample, 0, 0, 0) + i] = from_float<T>(sum);
     }
     for (int i = thread; i < p.weights; i += threads) {
-        const int in = i / kTaps % p.in_channels, tap = i % kTaps;
+        const int in = i / kTaps % p.in_channels;
+        const int tap = i % kTaps;
         double sum = 0;
         for (int k = 0; k < plane; ++k) {
             const int row = k / p.columns, column = k % p.columns;
@@ -1610,7 +1625,8 @@ static int bands_of(const int64_t* sizes) {
 static int64_t most_bands(const int64_t* sizes) { return (sizes[kHeight] - 1) / 2; }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
-    const int64_t pixels = (sizes[kHeight] - 2) * (sizes[kWidth] - 2), channels = sizes[kSamples] * sizes[kOutChannels];
+    const int64_t pixels = (sizes[kHeight] - 2) * (sizes[kWidth] - 2);
+    const int64_t channels = sizes[kSamples] * sizes[kOutChannels];
     const int64_t measured = sizeof(float4) * most_bands(sizes);  // of a channel
     const int64_t h = (sizes[kType] == 0 ? 4 : 2) * pixels;
     *bytes = conv_totals_bytes(sizes) + channels * (int64_t(sizeof(Channel)) + measured + h);
@@ -1635,9 +1651,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
     const int bands = bands_of(sizes);
     int error = launch_forward<T, false>(p, sizes, stream);
-    const Plan known = benchmark_plan();
-    const bool benchmark = std::memcmp(&known, &p, sizeof known) == 0;
-    const auto kernel = benchmark ? differentiate_rows<T, true> : differentiate_rows<T, false>;
+    const auto kernel = is_benchmark(p) ? differentiate_rows<T, true> : differentiate_rows<T, false>;
     if (error == 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != 0) return error;
     finish_groups<T><<<unsigned(p.samples) * p.groups, 32 * p.group_channels, 0, stream>>>(p, channels);
@@ -1672,7 +1686,8 @@ enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 // The output, and of each group the Statistics: mean, mean_error, rstd.
 Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
-    const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
+    const auto rows = x.sym_size(2) - weight.sym_size(2) + 1;
+    const auto columns = x.sym_size(3) - weight.sym_size(3) + 1;
     const auto floats = x.options().dtype(at::kFloat);
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, floats)};

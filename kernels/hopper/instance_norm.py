@@ -130,7 +130,8 @@ template <int OPERANDS> struct alignas(16) Sums {
             square = fmaf(deviation, deviation, square);
             if constexpr (OPERANDS == 2) product = fmaf(deviation, to_float(place.of[1].value[i]), product);
         }
-        const double mean = (double(pivot) - anchor) + double(sum) * (1.0 / V), all = mean * V;
+        const double mean = (double(pivot) - anchor) + double(sum) * (1.0 / V);
+        const double all = mean * V;
         of[0] += all;
         of[1] += fma(all, mean, double(square));
         if constexpr (OPERANDS == 2) {
@@ -155,7 +156,8 @@ template <int OPERANDS> struct Result {
     float hi, rstd, slope, rest;
 
     template <typename T> __device__ Result(const Sums<OPERANDS>& sums, float anchor, const Task<T>& task) {
-        const double shift = sums.of[0] * task.share, variance = (sums.of[1] - sums.of[0] * shift) * task.share;
+        const double shift = sums.of[0] * task.share;
+        const double variance = (sums.of[1] - sums.of[0] * shift) * task.share;
         const double r = rsqrt((variance < 0 ? 0 : variance) + task.eps);  // not fmax, which would drop a NaN
         hi = float(anchor + shift);
         rstd = float(r);
@@ -163,7 +165,8 @@ template <int OPERANDS> struct Result {
         if constexpr (OPERANDS == 1) {
             rest = float(-lo * r);
         } else {
-            const double g_mean = sums.of[2] * task.share, covariance = (sums.of[3] - sums.of[0] * g_mean) * task.share;
+            const double g_mean = sums.of[2] * task.share;
+            const double covariance = (sums.of[3] - sums.of[0] * g_mean) * task.share;
             slope = float(r * r * covariance);
             rest = float(lo * slope - g_mean);
         }
@@ -201,8 +204,10 @@ template <int OPERANDS> __device__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> o
 
 template <typename T, int V, int OPERANDS>
 __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> task, int group) {
-    const int64_t slice = int64_t(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group, begin = slice * task.n;
-    const int first = (threadIdx.x & (group - 1)) * V, end = slice < task.slices ? int(task.n) : 0;
+    const int64_t slice = int64_t(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group;
+    const int64_t begin = slice * task.n;
+    const int first = (threadIdx.x & (group - 1)) * V;
+    const int end = slice < task.slices ? int(task.n) : 0;
     const float anchor = end > 0 ? to_float(task.x[begin]) : 0;
     Place<T, V, OPERANDS> held[kItems<V, OPERANDS>];
     Sums<OPERANDS> sums = {};
@@ -318,7 +323,8 @@ static_assert(kRingBytes + sizeof(BlockState<2>) <= 227 * 1024, "a block's share
 // One thread: waits for empty stages, fills them. Rank 0's draws the next slice first: the copies hide its latency.
 template <typename T, int OPERANDS>
 __device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& state, unsigned char* ring) {
-    const int rank = part.rank(), clusters = gridDim.x / part.blocks;
+    const int rank = part.rank();
+    const int clusters = gridDim.x / part.blocks;
     Cursor at;
     int slice = blockIdx.x / part.blocks;
     for (int round = 0; slice < task.slices; slice = state.slice_after(round), ++round) {
@@ -368,8 +374,10 @@ template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
 // 224 threads: sum this block's part of every other slice, exchange the sums, and write the output.
 template <typename T, int OPERANDS> __device__ void consume(
     const Task<T>& task, Part part, BlockState<OPERANDS>& state, const unsigned char* ring, int team) {
-    constexpr int V = kPack<T>, kMine = kPlaces / OPERANDS;  // a thread's places in a chunk: i * kTeam + tid
-    const int tid = threadIdx.x % kTeam, chunks = part.chunks();
+    constexpr int V = kPack<T>;
+    constexpr int kMine = kPlaces / OPERANDS;  // a thread's places in a chunk: i * kTeam + tid
+    const int tid = threadIdx.x % kTeam;
+    const int chunks = part.chunks();
     const auto place_at = [&](int stage, int i) {
         Place<T, V, OPERANDS> place;
         for (int o = 0; o < OPERANDS; ++o) {
@@ -465,10 +473,14 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
 
 template <typename T, int V, int OPERANDS, bool WRITE>
 __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> task, int parts) {
-    constexpr int kBatch = 4 / OPERANDS, kStep = kMaxGroup * V;  // a thread has four packs in flight
-    const int block = WRITE ? gridDim.x - 1 - blockIdx.x : blockIdx.x, slice = block / parts;
-    const int64_t begin = slice * task.n, part = (task.n / V + parts - 1) / parts * V;
-    const int64_t first = begin + block % parts * part, end = min(first + part, begin + task.n);
+    constexpr int kBatch = 4 / OPERANDS;  // places: a thread has four packs in flight
+    constexpr int kStep = kMaxGroup * V;
+    const int block = WRITE ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int slice = block / parts;
+    const int64_t begin = slice * task.n;
+    const int64_t part = (task.n / V + parts - 1) / parts * V;
+    const int64_t first = begin + block % parts * part;
+    const int64_t end = min(first + part, begin + task.n);
     Sums<OPERANDS>* const sums_of_parts = static_cast<Sums<OPERANDS>*>(task.workspace);
     const float anchor = to_float(task.x[begin]);
     Sums<OPERANDS> sums = {};
@@ -506,7 +518,8 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_in_register
 
 // Parts of a slice that is read twice: for 4096 blocks or more, but it is cut only to parts of 32 KiB or more.
 static int64_t parts_of(int64_t slices, int64_t bytes) {
-    const int64_t wanted = divide_up(4096, slices), most = divide_up(bytes, 1 << 16);
+    const int64_t wanted = divide_up(4096, slices);
+    const int64_t most = divide_up(bytes, 1 << 16);
     return wanted < most ? wanted : most;
 }
 template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(const Task<T>& task) {
@@ -519,7 +532,8 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(c
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const Task<T>& task) {
     // The smallest cluster that holds a slice; of 2 and 4 blocks, one whose ring holds both teams' waiting chunks.
-    const int64_t packs = task.n / kPack<T>, chunk = kChunkBytes / 16 / OPERANDS;
+    const int64_t packs = task.n / kPack<T>;
+    const int64_t chunk = kChunkBytes / 16 / OPERANDS;
     int blocks = 2, clusters = 0;
     while (packs > blocks * chunk * (kHeldChunks + (blocks < 8 ? kWaitingChunks : kStages))) blocks *= 2;
     const auto kernel = norm_in_cluster<T, OPERANDS>;
@@ -537,7 +551,8 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     // The workspace counts draws: one for each slice but the clusters' first, and for each cluster one past the end.
     if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream)) return error;
     // Chunks of a multiple of 128 bytes, the last of less; three or more for every block.
-    const int64_t wanted = divide_up(packs, blocks * chunk), chunks = wanted > kHeldChunks ? wanted : kHeldChunks;
+    const int64_t wanted = divide_up(packs, blocks * chunk);
+    const int64_t chunks = wanted > kHeldChunks ? wanted : kHeldChunks;
     const int chunk_packs = int(divide_up(divide_up(packs, chunks * blocks), 8) * 8);
     return cudaLaunchKernelEx(&config, kernel, task, Part{blocks, chunk_packs, int(packs)});
 }
@@ -595,17 +610,19 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
         !grad.defined() || (grad.sizes() == x.sizes() && grad.scalar_type() == type && grad.device() == x.device()),
         "instance_norm: the gradient must have the input's shape, dtype and device");
     const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor input = contiguous_on_16_bytes(x), gradient = grad.defined() ? contiguous_on_16_bytes(grad) : grad;
+    const at::Tensor input = contiguous_on_16_bytes(x);
+    const at::Tensor gradient = grad.defined() ? contiguous_on_16_bytes(grad) : grad;
     at::Tensor out = at::empty_like(input, at::MemoryFormat::Contiguous);
     if (x.numel() == 0) return out;
-    const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
+    const int64_t n = x.size(-1) * x.size(-2);
+    const int64_t slices = x.numel() / n;
     const at::Tensor workspace =
         at::empty({instance_norm_workspace(slices, n, x.element_size())}, x.options().dtype(at::kByte));
-    const int error = instance_norm(type == at::kFloat ? 0
-            : type == at::kHalf                        ? 1
-                                                       : 2,
-        grad.defined() ? gradient.data_ptr() : nullptr, input.data_ptr(), out.data_ptr(), slices, n, eps,
-        workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    int dtype = 0;
+    if (type == at::kHalf) dtype = 1;
+    if (type == at::kBFloat16) dtype = 2;
+    const int error = instance_norm(dtype, grad.defined() ? gradient.data_ptr() : nullptr, input.data_ptr(),
+        out.data_ptr(), slices, n, eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));
     return out;
 }

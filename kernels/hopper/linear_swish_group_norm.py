@@ -1044,11 +1044,23 @@ __device__ __forceinline__ void load_columns(const float* from, float (&v)[kThre
         v[i + 3] = four.w;
     }
 }
-__device__ __forceinline__ void store_columns(float* to, const float (&v)[kThreadColumns], int n) {
+// Of 16-bit values a thread beyond n reads the row's last columns, and nobody stores what it makes of them. (Zeros, as
+// above, would make group_gradients spill registers.) n is a multiple of kThreadColumns.
+template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns], int n) {
+    const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
+    const auto* at = reinterpret_cast<const Pack<T, 8>*>(from + column);
+    const Pack<T, 8> packs[] = {at[0], at[1]};
 #pragma unroll
-    for (int i = 0; i < kThreadColumns; i += 4) {
+    for (int i = 0; i < kThreadColumns; ++i) v[i] = to_float(packs[i / 8].value[i % 8]);
+}
+template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
+    constexpr int V = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kThreadColumns; i += V) {
         const int column = threadIdx.x * kThreadColumns + i;
-        if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+        Pack<T, V> pack;
+        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[i + j]);
+        if (column < n) *reinterpret_cast<Pack<T, V>*>(to + column) = pack;
     }
 }
 // Scales, splits and stores a row of G, which the block holds in registers: kThreadColumns neighbouring columns a
@@ -1183,24 +1195,6 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
         :
         : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar))
         : "memory");
-}
-// The same of 16-bit values, n a multiple of kThreadColumns. A thread beyond n reads the row's last columns, and nobody
-// stores what it makes of them.
-template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns], int n) {
-    const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
-    const auto* at = reinterpret_cast<const Pack<T, 8>*>(from + column);
-    const Pack<T, 8> packs[] = {at[0], at[1]};
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; ++i) v[i] = to_float(packs[i / 8].value[i % 8]);
-}
-template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
-    auto* const at = reinterpret_cast<Pack<T, 8>*>(to + threadIdx.x * kThreadColumns);
-    Pack<T, 8> packs[2];
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; ++i) packs[i / 8].value[i % 8] = from_float<T>(v[i]);
-    if (threadIdx.x * kThreadColumns >= n) return;
-    at[0] = packs[0];
-    at[1] = packs[1];
 }
 // A thread adds up its columns over kTurns rows in registers. Then this function adds these sums to `total`, a row of
 // partials in device memory, and sets them to 0: sums of few terms are rounded less.
