@@ -241,14 +241,14 @@ class Judge:
 
     def _time(self, case: check.Case, pair: Pair, run: Result) -> None:
         seconds, checked = self.options.seconds / (8 if self.options.sweep else 1), case.errors
-        # Up to three times: a busy machine or unlucky inputs may fail a right candidate once, but hardly three times.
-        # Each time in new processes: how long a flush takes depends on the memory a process was given.
-        # Each time of more rounds.
-        for attempt in range(1, 4):
+        # A busy machine or unlucky inputs may fail a right candidate once, but hardly each time. Each time in new
+        # processes, since how long a flush takes depends on the memory a process was given, and in more rounds.
+        for attempt in range(bench.ATTEMPTS):
+            more = bench.MORE_ROUNDS**attempt
             self._load(case, pair)
             case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
             case.errors, before = {}, record.clocks(case.device)
-            samples = bench.measure(case, run.direction, attempt * seconds, attempt)
+            samples = bench.measure(case, run.direction, more * seconds, more)
             case.listen()
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
                 raise Rejected(bench.ESCAPED)

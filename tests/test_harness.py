@@ -438,17 +438,16 @@ def test_disturbed_rounds_are_said():
 
 
 def test_time_that_a_clock_leaves_out_is_found(judge, monkeypatch, tmp_path):
-    def hidden(new: list[float], eager=(0.40,) * 20) -> str | None:
-        return bench.hidden_time(
-            Samples({"new": [1.0] * 20, "eager": [1.0] * 20}, {"new": new, "eager": list(eager)}, calls=8), "cuda"
-        )
+    def hidden(new: list[float], eager=(0.40,) * 20, device="cuda") -> str | None:
+        claims = {"new": [1.0] * 20, "eager": [1.0] * 20}
+        return bench.hidden_time(Samples(claims, {"new": new, "eager": list(eager)}, calls=8), device)
 
-    assert not hidden([0.45] * 20) and not hidden([1.6] * 20)
-    assert hidden([1.65] * 20).startswith("its own clock says 8.000 ms")
+    assert not hidden([0.45] * 20) and not hidden([1.2] * 20)
+    assert hidden([1.45] * 20).startswith("its own clock says 8.000 ms")
+    assert not hidden([9.45] * 11 + [0.1] * 9) and not hidden([1.45] * 20, [0.4] * 14 + [1.5] * 6)
     assert not hidden([9.45] * 4 + [0.1] * 16) and not hidden([1.65] * 20, [0.4] * 10 + [1.7] * 10)
     assert hidden([9.45] * 20, [0.4] * 14 + [9.5] * 6)  # the machine was busy meanwhile
-    busy = [39.4, 60.2, 81.9, 120.5] * 5  # of honest turns on a busy machine the quartiles differ, too
-    assert not hidden([55.4, 60.7, 79.7, 120.5] * 5, busy) and hidden([ms + 80 for ms in busy], busy)
+    assert not hidden([1.6] * 20, device="cpu") and hidden([1.65] * 20, device="cpu")  # 0.05 ms a call
     forged = Samples(
         {"new": [0.1] * 14 + [1.0] * 6, "eager": [1.0] * 20},
         {"new": [8.0] * 14 + [0.4] * 6, "eager": [0.4] * 20},
@@ -460,6 +459,28 @@ def test_time_that_a_clock_leaves_out_is_found(judge, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "hidden_time", lambda samples, device: "a clock")
     (run,) = judge(f"open({str(tmp_path / 'imports')!r}, 'a').write('1')\n" + PLAIN)
     assert run.reasons == ["an error", "a clock"] and (tmp_path / "imports").read_text() == "1" * 4
+
+
+def test_noise_does_not_come_back_in_more_rounds_and_hidden_time_does(judge, monkeypatch, tmp_path):
+    noise = random.Random(0)
+
+    def rejected(hides: float) -> bool:
+        """The turns of both are as long as they were seen on a busy machine; the candidate hides so many ms more."""
+        for attempt in range(bench.ATTEMPTS):
+            rounds = range(15 * bench.MORE_ROUNDS**attempt)
+            new, eager = ([more + noise.uniform(39.4, 120.5) for _ in rounds] for more in (hides, 0.0))
+            claims = {"new": [1.0 for _ in rounds], "eager": [1.0 for _ in rounds]}
+            if not bench.hidden_time(Samples(claims, {"new": new, "eager": eager}, calls=8), "cpu"):
+                return False
+        return True
+
+    assert sum(rejected(0.0) for _ in range(1000)) <= 1
+    assert all(rejected(60.0) for _ in range(100))
+    says = iter(["a clock", "a clock", None])
+    monkeypatch.setattr(bench, "hidden_time", lambda samples, device: next(says))
+    (run,) = judge(f"open({str(tmp_path / 'imports')!r}, 'a').write('1')\n" + PLAIN)
+    assert run.ok and (tmp_path / "imports").read_text() == "1" * 4
+    assert run.rounds >= bench.MORE_ROUNDS**2 * bench.MIN_ROUNDS
 
 
 def test_answers_that_are_looked_at_are_drawn_fairly():
