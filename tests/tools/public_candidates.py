@@ -7,7 +7,8 @@
 FOLDER holds L_TTT_ref.py, L_TTT_new.py and published.json, the factors that were claimed. RECORDS is a folder: each
 candidate's verdict is a file of its own, written as soon as it is known, and one that is there is not judged again.
 Each pair is judged in float32 against eager and torch.compile. Several judges share one GPU; while one of them times a
-candidate, the requests of the others wait (`Turns`). None of the candidates' code is kept.
+candidate, the others compile and import, and their requests wait (`Turns`). A candidate that takes more than --each is
+given up, without a record. None of the candidates' code is kept.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,12 +38,12 @@ from harness import Judge, Options  # noqa: E402
 from judge import bench, check  # noqa: E402
 from judge.roofline import Ceilings  # noqa: E402
 from judge.source import Pair, Problem, load, make  # noqa: E402
+from judge.worker import COMPILE_MODES, Rejected  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Two hundred candidates are many: less is timed than the harness times.
-SECONDS, TIMEOUT = 0.05, 60.0
+SECONDS, TIMEOUT, bench.MOST_CALLS = 0.05, 60.0, 2
 BASELINES, MOST_WORDS = ("eager", "compile"), 300
-bench.MIN_ROUNDS, bench.MOST_CALLS = 9, 2
 
 
 class Turns:
@@ -92,12 +94,28 @@ def pair_of(folder: Path, name: str) -> Pair:
 
 
 def build(folder: Path, name: str) -> None:
-    """Imports a candidate and calls it once, which builds what it builds."""
+    """Imports a candidate and makes it, which builds what most build; it is not called, since others are timed."""
     pair = pair_of(folder, name)
-    problem = Problem(pair.model_path)
-    module = make(load(pair.new_path).ModelNew, problem.arguments(0), 0).to(DEVICE)
-    with torch.no_grad():
-        module(*problem.inputs(problem.batch, DEVICE, torch.float32, 0))
+    make(load(pair.new_path).ModelNew, Problem(pair.model_path).arguments(0), 0)
+
+
+def share_the_gpu(turns: Turns) -> None:
+    """Timings alone, and whatever else calls a module together with others', except for what compiles."""
+    check.put = within(turns.with_others, check.put)
+    check.comparable = within(turns.with_others, check.comparable)
+    bench.inspect = within(turns.with_others, bench.inspect)
+    bench.Ring = within(turns.with_others, bench.Ring)
+    bench.rounds = within(turns.alone, bench.rounds)
+    get_ready = within(turns.with_others, bench.get_ready)
+
+    def compile_first(case, ring, seconds):
+        """Compilers take seconds in which others may be timed; a dozen calls end them."""
+        for name in COMPILE_MODES.keys() & case.workers.keys():
+            with contextlib.suppress(Rejected):  # it will say so again
+                case.workers[name].ask("ready", seconds=0, **ring.ready)
+        return get_ready(case, ring, seconds)
+
+    bench.get_ready = compile_first
 
 
 def judge(judging: Judge, pair: Pair) -> dict:
@@ -113,9 +131,8 @@ def judge(judging: Judge, pair: Pair) -> dict:
 
 def judge_all(asked: argparse.Namespace) -> None:
     """Those that no other judge has claimed."""
-    turns, deadline, claims = Turns(asked.claims), time.monotonic() + asked.limit, asked.claims
-    check.put = within(turns.with_others, check.put)
-    bench.rounds = within(turns.alone, bench.rounds)
+    deadline, claims = time.monotonic() + asked.limit, asked.claims
+    share_the_gpu(Turns(claims))
     ceilings = Ceilings(DEVICE, ("float32",))
     while not (claims / "ceilings").exists():
         time.sleep(0.1)
@@ -131,9 +148,14 @@ def judge_all(asked: argparse.Namespace) -> None:
             except FileExistsError:
                 continue
             begin = time.monotonic()
+            limit = threading.Timer(asked.each, lambda: judging.workers["new"].kill())
+            limit.start()
             record = judge(judging, pair_of(asked.folder, name)) | {"seconds": round(time.monotonic() - begin, 1)}
-            print(name, json.dumps(record), flush=True)
-            (asked.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            limit.cancel()
+            given_up = record["seconds"] >= asked.each
+            print(name, "given up" if given_up else "", json.dumps(record), flush=True)
+            if not given_up:
+                (asked.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def table(folder: Path, out: Path) -> list[str]:
@@ -192,6 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="RECORDS")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1e6, metavar="SECONDS", help="begin no other after so many")
+    parser.add_argument("--each", type=float, default=1e6, metavar="SECONDS", help="of one candidate")
     parser.add_argument("--baselines", default=",".join(BASELINES))
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--table", action="store_true")
@@ -223,7 +246,7 @@ def main() -> None:
             with ThreadPoolExecutor(asked.processes) as pool:
                 list(pool.map(run, [[*command, "--build", name] for name in names]))
             return
-        command += ["--limit", str(asked.limit), "--baselines", asked.baselines, *names]
+        command += ["--limit", str(asked.limit), "--each", str(asked.each), "--baselines", asked.baselines, *names]
         started = [subprocess.Popen(command, env=environment, cwd=claims) for _ in range(asked.processes)]
         ceilings = Ceilings(DEVICE, ("float32",))  # while they load PyTorch
         ceilings.measure()
