@@ -11,7 +11,8 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 There are two paths, and `ModelNew.forward` chooses one. Our kernels take 3x3 convolutions of float32, float16 or
 bfloat16, also under autocast, with at most 8 input and 32 output channels and an eps of at least 1e-6. The image's
 width is even and at most 256, its height at most 2 + twice the multiprocessors. The output has a multiple of 4 pixels
-and, with gradients, at least 8 (9 in_channels + 4). The plain path, for everything else, is the Model's own layers.
+and, with gradients, at least 8 (9 in_channels + 4), so that partial sums of gradients take less memory than h. The
+plain path, for everything else, is the Model's own layers.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two kernels. One
@@ -96,9 +97,9 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale. To use another, change this part and, in Python, `_activate`. Here are
-// two formulas: Held's u, from which the forward has v, and `activation_and_slope`, the backward's v and dv/dz. Both
-// are given t = kFactor * z, and both have a form for float32 and one for 16-bit types. What the kernels rely on:
+// The activation v of z = (h + bias) * scale. To use another, change this part and, in Python, `_activate`. Two
+// formulas stand here: `Held::u`, from which the forward has v, and `activation_and_slope`, the backward's v and dv/dz.
+// Both are given t = kFactor * z, and both have a form for float32 and one for 16-bit types. What the kernels rely on:
 //   - In the forward v is NaN where t is NaN. A product that overflows fp16 becomes NaN, `convolve` sees that by v, and
 //     computes the values again. If v lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf and
 //     __saturatef drop a NaN, so none of them may be on the way to v. A hard sigmoid or ReLU6 is cut off by
@@ -106,7 +107,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 //   - v lies in [kLowest, kHighest]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range
 //     that is too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too
 //     wide only costs digits of the sums.
-//   - v and dv/dz are finite at t = 0, with which `make` computes for channels that do not exist.
+//   - v and dv/dz are finite at t = 0, with which `make_dh` computes for channels that do not exist.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
@@ -204,21 +205,24 @@ constexpr int kMostConsumers = 4;  // warpgroups
 constexpr int kThreads = 1024;
 constexpr int kMostIn = 8, kMostOut = 32;  // channels
 constexpr int kPlaces = 3;  // samples whose v are in a block
-constexpr int kLine = 32;  // words of 8 bytes that a group's totals take, as L2 executes atomics to a line in turn
+// 8-byte words from one group's totals to the next. So each group has lines of its own: L2 executes atomics to one line
+// one after the other.
+constexpr int kLine = 32;
 template <typename T> using Operand = std::conditional_t<sizeof(T) == 4, __half, T>;  // of wgmma
 // What differs between one product and three, and between the forward (NORMALIZE) and the backward's launch.
 template <typename T, bool NORMALIZE> struct Shape {
-    static constexpr bool kOne = sizeof(T) == 2;
-    static constexpr int kTall = kOne ? 2 : 1;  // output rows of a task
-    static constexpr int kStages = kOne ? 2 : 1;  // of x in shared memory
-    static constexpr int kBeside = kOne ? 2 : 1;  // pixels that `bring` loads at once
-    static constexpr int kSteps = kOne ? 6 : 5;  // fragments of A, of two taps each; of five the last has tap 8 twice
-    static constexpr int kProducts = kOne ? 6 : 9;  // wgmmas of a task: of nine taps of x's hi and lo, two at a time
+    static constexpr bool kOneProduct = sizeof(T) == 2;
+    static constexpr int kTaskRows = kOneProduct ? 2 : 1;  // output rows of a task
+    static constexpr int kStages = kOneProduct ? 2 : 1;  // of x in shared memory
+    static constexpr int kLoadPixels = kOneProduct ? 2 : 1;  // pixels that `bring` loads at once
+    static constexpr int kFragments = kOneProduct ? 6 : 5;  // of A, each of two taps; the last of five has tap 8 twice
+    // The wgmmas of a task. Of float32: 18, which is 9 taps of x's hi and 9 of its lo, two at a time.
+    static constexpr int kProducts = kOneProduct ? 6 : 9;
     static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups
     static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; in the forward `post` and `gather` are two more
-    static constexpr int kConsumerRegisters = kOne ? 88 : 80;  // of a thread
-    static constexpr int kProducerRegisters = kOne ? 40 : 56;
-    static constexpr int kWriterRegisters = NORMALIZE ? 40 : kOne ? 64 : 56;
+    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread
+    static constexpr int kProducerRegisters = kOneProduct ? 40 : 56;
+    static constexpr int kWriterRegisters = NORMALIZE ? 40 : kOneProduct ? 64 : 56;
     static constexpr int kOthers = kThreads / 128 - kConsumers - kProducers;  // warpgroups
     static_assert(
         kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + kOthers * kWriterRegisters <= 65536 / 128,
@@ -230,7 +234,7 @@ struct Statistics { float mean, mean_error, rstd; };  // of a group; the mean is
 // Sizes, and what plan_forward makes of them.
 struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
-    int bands, band_rows, teams;  // band_rows: of all bands but the last, which may have fewer
+    int bands, band_rows, teams;  // band_rows: rows of every band but the last, which may have fewer
     int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of x's hi, which those of lo follow
 };
 // The benchmark's sizes. As compile-time constants they save 4% of the time.
@@ -258,18 +262,18 @@ struct Moments { float mean, square; };  // of a warpgroup's v of a channel: the
 struct Scales { float weight[kMostOut], input; };  // powers of two: factors of a channel's weights, and of x
 
 struct alignas(128) ConvShared {  // static shared memory. x, and after it the places of v, are in the dynamic one
-    Moments made[kPlaces][kMostConsumers][kMostOut];
+    Moments moments[kPlaces][kMostConsumers][kMostOut];
     Norm norm[kPlaces][kMostOut];
-    int counts[kPlaces][kMostConsumers];  // how many values of a channel are in `made`
+    int counts[kPlaces][kMostConsumers];  // how many values of a channel are in `moments`
     Scales scales;
     // mbarriers, and the threads that arrive at them once a sample. x_full: the 256 producers. x_empty and v_full: the
     // consumers, 512 in the forward. norm_full: `post` and `gather`, 32 each. v_empty: the writers, 192 in the forward;
-    // it also frees made, counts, norm.
+    // it also frees moments, counts, norm.
     uint64_t x_full[2], x_empty[2], v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
 
-// Of a block. A line is kTall rows of it. Task i is 64 pixels of line i % lines, from column i / lines * 64 on.
+// Of a block. A line is kTaskRows rows of it. Task i is 64 pixels of line i % lines, from column i / lines * 64 on.
 struct Band { int first_row, rows, lines, tasks; };
 
 // Where a role is in its loop over the team's samples: the sample, the stage of its x, the place of its v, and the
@@ -326,11 +330,12 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
 // plus the shift of the first of two taps. The leading byte offset leads from there to the second tap, and the stride
 // byte offset, 128, to the next 8 pixels. Of float32's nine wgmmas 0 to 3 are of x's lo, as small terms come first, and
 // 5 to 8 of its hi. Number 4 is the last tap, of hi and of lo.
-template <bool ONE> __device__ __forceinline__ uint64_t pixel_descriptor(const ConvArguments& p, int k, uint32_t x_at) {
+template <bool ONE_PRODUCT> __device__ __forceinline__ uint64_t pixel_descriptor(
+    const ConvArguments& p, int k, uint32_t x_at) {
     const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
-    const int tap = ONE || k < 5 ? 2 * k : 2 * (k - 5);
-    const int to_plane = !ONE && k < 4 ? p.x_plane : 0;
-    const uint32_t leading = !ONE && k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
+    const int tap = ONE_PRODUCT || k < 5 ? 2 * k : 2 * (k - 5);
+    const int to_plane = !ONE_PRODUCT && k < 4 ? p.x_plane : 0;
+    const uint32_t leading = !ONE_PRODUCT && k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
     const uint64_t stride = 128 / 16;
     return stride << 32 | (x_at + ((leading << 16) + to_plane + pixels_to(tap)));
 }
@@ -432,7 +437,8 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 //
 // A channel's reach is the most that x can add to its pre-activation (or its h) while |x| <= 1. scales.input, the
 // factor of x, is 2^e for the largest reach, which is in [2^(e - 1), 2^e), and between 2^-14 and 2^14. fp16's finest
-// step is 2^-24, so splitting x * scales.input may be off by 2^-25, which changes a pre-activation by at most 2^-25.
+// step is 2^-24, so splitting x * 2^e may be off by 2^-25, which is an error of 2^-25 / 2^e in x. It changes a
+// pre-activation by at most the reach times that, 2^-25.
 //
 // scales.input is NaN, so that all values are computed in float32, if a reach is above 2^14 or NaN, or a |scale| is
 // above 2^100. (A weight is multiplied by at most 2^110. What fp16 then loses of it, 2^-25 * 2^-110, times a |scale| of
@@ -504,12 +510,12 @@ template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     using S = Shape<T, NORMALIZE>;
     fewer_registers<S::kProducerRegisters>();
-    constexpr int kStride = 128 * kProducers * S::kBeside;  // pixels, from a thread's load to its next
-    constexpr int kLoads = 4 / S::kBeside;
-    using Load = Pack<T, S::kBeside>;
-    const int thread = (threadIdx.x - 128 * S::kConsumers) * S::kBeside;  // its first pixel
+    constexpr int kStride = 128 * kProducers * S::kLoadPixels;  // pixels, from a thread's load to its next
+    constexpr int kLoads = 4 / S::kLoadPixels;
+    using Load = Pack<T, S::kLoadPixels>;
+    const int thread = (threadIdx.x - 128 * S::kConsumers) * S::kLoadPixels;  // its first pixel
     const int pixels = (band.rows + 2) * p.width;
-    const int padded = (band.lines * S::kTall + 2) * p.width;  // a row of zeros beneath, if a task has but one row
+    const int padded = (band.lines * S::kTaskRows + 2) * p.width;  // a row of zeros beneath, if a task has but one row
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
         const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
@@ -575,8 +581,8 @@ __device__ __forceinline__ void convolve_again(
     for (int task = first_task; task < band.tasks; task += S::kConsumers) {
         const int column = task / band.lines * kTaskPixels;
 #pragma unroll 1
-        for (int i = 0; i < S::kTall * kTaskPixels / 4; ++i) {
-            const int row = task % band.lines * S::kTall + i / (kTaskPixels / 4);
+        for (int i = 0; i < S::kTaskRows * kTaskPixels / 4; ++i) {
+            const int row = task % band.lines * S::kTaskRows + i / (kTaskPixels / 4);
             const int at = i % (kTaskPixels / 4) / 2 * 8 + i % 2;
             const int here = column + threadIdx.x % 4 * 2 + at;
             const bool valid = c < p.out_channels && here < p.columns && row < band.rows;
@@ -605,11 +611,11 @@ __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + ro
 // A thread's A fragments: weights of channel c and two input channels. Of a step's registers x and y are of its first
 // tap, z and w of its second. Three products: x and z are hi, y and w lo. One product: of the task's upper output row,
 // whose taps are rows 0 to 2 of x, and of its lower, whose taps are rows 1 to 3.
-template <typename T, int STEPS>
-__device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[STEPS]) {
+template <typename T, int FRAGMENTS>
+__device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[FRAGMENTS]) {
     const int in = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
+    for (int step = 0; step < FRAGMENTS; ++step) {
         uint32_t words[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -640,13 +646,13 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 // By a warpgroup that has the turn: issues the wgmmas of a task, hands on the turn, and waits for its sums d. x_at is
 // where the task's first pixel lies in shared memory.
 template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Shape<T, NORMALIZE>::kSteps],
+__device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Shape<T, NORMALIZE>::kFragments],
     uint32_t x_at, float (&d)[kTaskPixels / 2], int next_turn) {
     using S = Shape<T, NORMALIZE>;
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < S::kProducts; ++k) {
-        wgmma<Operand<T>>(d, a[k % S::kSteps], pixel_descriptor<S::kOne>(p, k, x_at), k > 0);
+        wgmma<Operand<T>>(d, a[k % S::kFragments], pixel_descriptor<S::kOneProduct>(p, k, x_at), k > 0);
     }
     wgmma_commit();
     barrier_arrive(next_turn, 256);
@@ -658,14 +664,14 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
 }
 
 // Adds up the deviations that the four lanes of a channel have of a sample, `count` values together, and stores the
-// channel's mean and sum of squares to `made`.
+// channel's mean and sum of squares to `moments`.
 __device__ __forceinline__ void store_moments(
     ConvShared& shared, int place, int warpgroup, int c, int count, Deviations all) {
     all.sum = sum_of_lanes(all.sum, 4);
     all.square = sum_of_lanes(all.square, 4);
     if (threadIdx.x % 4 == 0) {
         const float difference = all.sum / count;
-        shared.made[place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
+        shared.moments[place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
     }
     if (threadIdx.x % 128 == 0) shared.counts[place][warpgroup] = count;
 }
@@ -683,7 +689,7 @@ __device__ __forceinline__ void convolve(
     const int warpgroup = warp / 4;
     const int t = threadIdx.x % 4;
     const int c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
-    uint4 a[S::kSteps];
+    uint4 a[S::kFragments];
     const float weight_scale = shared.scales.weight[c];
     load_weights<T>(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
@@ -707,7 +713,7 @@ __device__ __forceinline__ void convolve(
         mbarrier_wait(&shared.x_full[cursor.stage], cursor.x_parity);
         for (; task < band.tasks; task += S::kConsumers, line += S::kConsumers) {
             for (; line >= band.lines; line -= band.lines) column += kTaskPixels;
-            const int row = line * S::kTall;
+            const int row = line * S::kTaskRows;
             const uint32_t x_at = x_begin + cursor.stage * p.x_plane + row * p.width + column;
             float d[kTaskPixels / 2];
             const bool is_first = task == first_task;
@@ -727,10 +733,10 @@ __device__ __forceinline__ void convolve(
 #pragma unroll
                 for (int j = 0; j < kTaskPixels / 8; ++j) {
 #pragma unroll
-                    for (int r = 0; r < S::kTall; ++r) {
+                    for (int r = 0; r < S::kTaskRows; ++r) {
                         float* const pair = d + 4 * j + 2 * r;
-                        pair[0] = activate(fmaf(S::kOne ? pair[0] : pair[0] + pair[2], slope, offset));
-                        pair[1] = activate(fmaf(S::kOne ? pair[1] : pair[1] + pair[3], slope, offset));
+                        pair[0] = activate(fmaf(S::kOneProduct ? pair[0] : pair[0] + pair[2], slope, offset));
+                        pair[1] = activate(fmaf(S::kOneProduct ? pair[1] : pair[1] + pair[3], slope, offset));
                         const bool finds_anchor = NORMALIZE && is_first && j + r == 0;
                         if (finds_anchor) all.anchor = anchor_of(pair[0], pair[1], valid(0, 0));
                         const float d0 = valid(j, r) ? pair[0] - all.anchor : 0.0f;
@@ -743,21 +749,21 @@ __device__ __forceinline__ void convolve(
                 if (is_first) mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
                 float* const to = v + row * p.columns + column;
 #pragma unroll
-                for (int j = 0; j < kTaskPixels / 8 * S::kTall; ++j) {
-                    const int r = j % S::kTall, eight = j / S::kTall;
+                for (int j = 0; j < kTaskPixels / 8 * S::kTaskRows; ++j) {
+                    const int r = j % S::kTaskRows, eight = j / S::kTaskRows;
                     const float* const pair = d + 4 * eight + 2 * r;
                     if (!valid(eight, r)) continue;
                     *reinterpret_cast<float2*>(to + 8 * eight + r * p.columns) = make_float2(pair[0], pair[1]);
                 }
             };
-            if (all_exist && column + kTaskPixels - 8 <= p.columns && row + S::kTall <= band.rows) {
+            if (all_exist && column + kTaskPixels - 8 <= p.columns && row + S::kTaskRows <= band.rows) {
                 finish(std::true_type{});
             } else {
                 finish(std::false_type{});
             }
             all.sum += sum;
             all.square += square;
-            count += min(kTaskPixels, p.columns - column) * min(S::kTall, band.rows - row);
+            count += min(kTaskPixels, p.columns - column) * min(S::kTaskRows, band.rows - row);
         }
         if (task == first_task) {  // this warpgroup had no task, but the others count on its waits and signals
             mbarrier_arrive(&shared.x_empty[cursor.stage]);
@@ -776,7 +782,7 @@ __device__ __forceinline__ void convolve(
 }
 
 // One warp, lane c for channel c: adds the band's sums of s and of s^2 to the totals, where s = (u - kLeast) / kRange
-// is u brought to [0, 1]. It waits for v_full. When it has read `made`, it arrives at norm_full, as `gather` does.
+// is u brought to [0, 1]. It waits for v_full. When it has read `moments`, it arrives at norm_full, as `gather` does.
 template <typename T> __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     const int c = threadIdx.x % 32;
@@ -784,14 +790,14 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
         double2 band_sums = {};  // of the channel: of u - kLeast, and of its square
         mbarrier_wait(&shared.v_full[cursor.place], cursor.parity);
         for (int k = 0; k < kMostConsumers; ++k) {
-            const Moments some = shared.made[cursor.place][k][c];
+            const Moments some = shared.moments[cursor.place][k][c];
             const int count = shared.counts[cursor.place][k];
             if (count == 0 || c >= p.out_channels) continue;
             const double mean = double(some.mean) - H::kLeast;
             band_sums.x += count * mean;
             band_sums.y += count * mean * mean + some.square;
         }
-        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `made` is read. Through this arrival the writers see v
+        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `moments` is read. Through this arrival the writers see v
         double2 group_sums = band_sums;
         for (int i = 1; i < p.group_channels; ++i) {
             group_sums.x += __shfl_down_sync(~0u, band_sums.x, i);
@@ -973,7 +979,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     const int first_row = blockIdx.x * p.band_rows;
     const int left = p.rows - first_row;
     const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
-    const int lines = (rows + S::kTall - 1) / S::kTall;
+    const int lines = (rows + S::kTaskRows - 1) / S::kTaskRows;
     const Band band = {first_row, rows, lines, (p.columns + kTaskPixels - 1) / kTaskPixels * lines};
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that it is warp-uniform: saves 2%
@@ -1027,7 +1033,7 @@ static int64_t set_bands(ConvArguments& p, int rows) {
     p.band_rows = std::min(rows, p.rows);
     p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
     p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
-    p.x_plane = (p.band_rows + p.band_rows % 2 + 2) * p.width;  // an even number of rows: see kTall
+    p.x_plane = (p.band_rows + p.band_rows % 2 + 2) * p.width;  // an even number of rows: see kTaskRows
     const int64_t v_bytes = 4LL * kPlaces * p.plane * p.out_channels;
     // A task's wgmma may read up to 62 pixels beyond x, where v is. No output uses these columns, but they must exist.
     return p.x_plane * 32LL + std::max<int64_t>(v_bytes, 2 * kTaskPixels * 16);
@@ -1122,7 +1128,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // A block of differentiate_rows walks down a band of rows of a sample:
 //
 //   who, and what it does                                             waits for             signals
-//   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
+//   make_dh, 8 warps:   h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
 // The products are mma.sync's. Float32 operands are split as in the forward, and lo * lo is dropped. Tensor cores
@@ -1160,8 +1166,9 @@ static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks
 
 // Of a channel of a sample. With v and dv/dz of t = h * factor and
 //     q = (gamma * grad - grad_mean - (v - mean) * grad_per_v) * dv/dz
-// dh is q * rstd * scale, and shared memory holds dh * dh_scale = q * to_half in fp16. of_gamma and of_beta are the
-// sample's shares of the gradients of gamma and beta.
+// dh is q * rstd * scale. grad_mean is the group's mean of gamma * grad, and grad_per_v is rstd^2 times the group's
+// mean of gamma * grad * (v - mean). Shared memory holds dh * dh_scale = q * to_half in fp16. of_gamma and of_beta are
+// the sample's shares of the gradients of gamma and beta.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, grad_per_v, to_half, scale, rstd, dh_scale, of_gamma, of_beta, unused;
     template <typename T> __device__ __forceinline__ float q(float h, float grad) const {
@@ -1187,7 +1194,7 @@ template <typename T> struct BackwardArguments : ConvArguments {
 struct Piece { int sample, first_row, last_row, begin; };
 
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
-// h and grad of a warp of `make`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
+// h and grad of a warp of `make_dh`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
 template <typename T> struct alignas(16) Fetched { Pair<T> h[4][kMostColumns / 2], grad[4][kMostColumns / 2]; };
 
 struct alignas(16) GradientTile {
@@ -1320,7 +1327,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
 // to copy those of the next row. It waits until `multiply` has read the row before the last (empty), and wakes it
 // (full).
 template <typename T>
-__device__ __forceinline__ void make(
+__device__ __forceinline__ void make_dh(
     const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
     fewer_registers<kMakerRegisters>();
     const int first = threadIdx.x / 32 % kWarps * 4;  // channel of the warp
@@ -1526,7 +1533,7 @@ __device__ __forceinline__ void store_grad_x(
 }
 
 // Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers to
-// the end. They wait for a row of dh (full), and wake `make` (empty).
+// the end. They wait for a row of dh (full), and wake `make_dh` (empty).
 template <typename T>
 __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
     more_registers<kMultiplierRegisters>();
@@ -1569,7 +1576,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     const Piece piece = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
     prepare_tile(p, tile, piece);
     Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
-    if (threadIdx.x >= 32 * kWarps) make(p, tile, piece, *fetched);
+    if (threadIdx.x >= 32 * kWarps) make_dh(p, tile, piece, *fetched);
     else multiply(p, tile, piece);
 #endif
 }

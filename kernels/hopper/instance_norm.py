@@ -8,14 +8,13 @@ over each slice of H x W values; var is biased. This file is for Hopper GPUs (co
 float16 and bfloat16, of a norm without hooks (see `fits`). Everything else is the Model's own layer, and on a machine
 without a Hopper nothing is built.
 
-A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
-once, the slice is kept on chip in between. Where depends on the size of x's slice (backward g's is kept, too):
+A slice's statistics must be complete before its first output can be written, so every value is used twice. To read it
+once, the kernels keep the slice on chip in between; the backward keeps the slice of g, too. The size decides where:
 
-    up to 16384 values (backward 8192)    in registers of 1 to 512 threads
-    up to 4.15 MiB (backward 2.07)        in a cluster's shared memory and registers
-    any other                             not at all: two reads, one write
-
-If not multiples of 16 bytes, slices are read twice above 16384 (8192) values; if not of 4 values, above 8192 (4096).
+                                       forward         backward
+    in registers of 1 to 512 threads   16384 values    8192 values    8192 and 4096 where 4 does not divide the size
+    in a cluster's shared memory       4.15 MiB        2.07 MiB       only slices of a multiple of 16 bytes
+    nowhere: two reads, one write      all others
 
 x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
 harness.py hopper/instance_norm --backward` at 6690644: forward 3.52 ms, as fast as a copy, 2.34x eager; with backward
@@ -81,7 +80,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory. A pack is V values that a thread loads or stores at once: 16 bytes where slices are multiples of that, else 4
-// values of 16 bits, or 1. A place holds the packs at one offset of a slice: x's, backward (OPERANDS = 2) x's and g's.
+// values of 16 bits where 4 divides the slice, else 1 value. A place holds the packs at one offset of a slice: forward
+// (OPERANDS = 1) that of x, backward (OPERANDS = 2) those of x and g.
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
@@ -109,12 +109,14 @@ __device__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
 // Arithmetic. A slice is reduced to sums in double: of d and d^2, backward also of g and d * g, where d = x - anchor
 // and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2
 // is at most n times that of the squared deviations from the mean, and subtracting the mean's part of it loses at
-// most log2(n) of a double's 53 bits. g is summed in that sweep, before y is known: so g cannot depend on y.
+// most log2(n) of a double's 53 bits.
 
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];  // of d, d^2, g, d * g
 
-    // Adds a pack. In float: x's sum around the pack's first value, g's, products around x's mean; in double: of d.
+    // Adds a pack. Within the pack it adds up in float: x around the pack's first value, then the squares and products
+    // around the pack's mean. These are exact enough, as a pack has 8 values at most. Then it moves them, in double, to
+    // sums around the anchor: of d, which is all = mean * V, of d^2 and of d * g.
     template <typename T, int V> __device__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
         const float pivot = to_float(place.of[0].value[0]);
         float d[V], sum = 0, square = 0, g_sum = 0, product = 0;
@@ -150,34 +152,39 @@ template <int OPERANDS> struct alignas(16) Sums {
     }
 };
 
-// y = (x - mean) * rstd, or dx = (g - mean(g) - (x - mean) * slope) * rstd, slope = rstd^2 * mean((x - mean) * g). hi:
-// the mean as a float; lo = mean - hi; x - hi is nearly exact. rest: lo * slope - mean(g), forward -lo * rstd.
+// What is computed from a slice's sums, and with it each output:
+//
+//     y  = (x - mean) * rstd + offset                                    offset = -mean_error * rstd
+//     dx = ((g + offset) - (x - mean) * slope) * rstd                    offset = mean_error * slope - mean(g)
+//
+// with slope = rstd^2 * mean((x - mean) * g). `mean` is the mean rounded to a float, and the exact mean is mean +
+// mean_error. So a float holds x - mean nearly exactly, and `offset` makes up for mean_error.
 template <int OPERANDS> struct Result {
-    float hi, rstd, slope, rest;
+    float mean, rstd, slope, offset;
 
     template <typename T> __device__ Result(const Sums<OPERANDS>& sums, float anchor, const Task<T>& task) {
-        const double shift = sums.of[0] * task.share;
+        const double shift = sums.of[0] * task.share;  // from the anchor to the exact mean
         const double variance = (sums.of[1] - sums.of[0] * shift) * task.share;
         const double r = rsqrt((variance < 0 ? 0 : variance) + task.eps);  // not fmax, which would drop a NaN
-        hi = float(anchor + shift);
+        mean = float(anchor + shift);
         rstd = float(r);
-        const double lo = (anchor + shift) - hi;
+        const double mean_error = (anchor + shift) - mean;
         if constexpr (OPERANDS == 1) {
-            rest = float(-lo * r);
+            offset = float(-mean_error * r);
         } else {
             const double g_mean = sums.of[2] * task.share;
             const double covariance = (sums.of[3] - sums.of[0] * g_mean) * task.share;
             slope = float(r * r * covariance);
-            rest = float(lo * slope - g_mean);
+            offset = float(mean_error * slope - g_mean);
         }
     }
     template <typename T, int V> __device__ void write(T* to, const Place<T, V, OPERANDS>& place) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            const float v = to_float(place.of[0].value[i]) - hi;
-            if constexpr (OPERANDS == 1) out.value[i] = from_float<T>(fmaf(v, rstd, rest));
-            else out.value[i] = from_float<T>(fmaf(v, -slope, to_float(place.of[1].value[i]) + rest) * rstd);
+            const float v = to_float(place.of[0].value[i]) - mean;
+            if constexpr (OPERANDS == 1) out.value[i] = from_float<T>(fmaf(v, rstd, offset));
+            else out.value[i] = from_float<T>(fmaf(v, -slope, to_float(place.of[1].value[i]) + offset) * rstd);
         }
         *reinterpret_cast<Pack<T, V>*>(to) = out;
     }
@@ -185,12 +192,14 @@ template <int OPERANDS> struct Result {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Slices of up to kMaxGroup * kItems packs are kept in registers. `group` threads, a power of two, own a slice:
-// its thread t holds the places t, t + group, ..., kItems at most. A block has one group or more.
+// its thread t holds the places t, t + group, ..., kItems at most. A block has one group or more. A thread has 32
+// values, or 16 where each is loaded alone.
 
 constexpr int kMaxGroup = 512;
 template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
 
-// Sums over `group` threads, in each; more than 32 are a whole block. Called once in a kernel: it has one warp_sums.
+// Adds up the sums of `group` threads and returns the total to each of them. A group of more than 32 is a whole block.
+// A kernel may call it once, as a second call could overwrite warp_sums while the first still reads them.
 template <int OPERANDS> __device__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> own, int group) {
     own.add_across_lanes(min(group, 32));
     if (group <= 32) return own;
@@ -230,7 +239,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Larger slices of whole packs, up to 4.15 MiB (backward 2.07), are kept on chip by a cluster. A slice is cut
-// into chunks of up to 14 KiB; each of the cluster's blocks has a part of it: every `blocks`-th chunk.
+// into chunks of up to 14 KiB. Each of the cluster's blocks owns every `blocks`-th chunk, its part of the slice.
 //
 //   producer: one thread --- bulk copies, full[s] ---> ring of 16 stages ---> team 0, the cluster's slices 0, 2, 4, ...
 //       ^                    a stage holds a chunk                       \--> team 1, slices 1, 3, 5, ...
@@ -241,19 +250,23 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 //           writes its part of the output, while the other team sums.
 //   producer of block 0: takes the cluster's next slice from a counter in device memory, sends it to all: queued[q].
 //
-// If slices are assigned beforehand, the first cluster ends 0.24 ms before the last. With one team of 448 threads the
-// forward is as fast, the backward slower: in bfloat16 at the benchmark shape 3.23 ms, with two teams 2.85.
+// The counter, because if slices are assigned beforehand, the first cluster ends 0.24 ms before the last. Two teams,
+// because with one of 448 threads the forward is as fast but the backward slower: in bfloat16 at the benchmark shape
+// 3.23 ms, with two teams 2.85.
 
 constexpr int kTeam = 224;  // threads: with two teams and a producer warp, 128 registers are left for each
-constexpr int kPlaces = 4;  // packs of a chunk for each thread; backward two of x, two of g: kPlaces / 2 places
-constexpr int kChunkBytes = kTeam * kPlaces * 16;
+constexpr int kThreadPacks = 4;  // of a chunk, for each thread; backward two of x and two of g, which are two places
+constexpr int kChunkBytes = kTeam * kThreadPacks * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;  // of a part, in its team's registers
-constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' fit in it
-constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: entries of BlockState::queue, a ring of slice numbers
+constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4 blocks: both teams' 14 fit in it
+constexpr int kMaxCluster = 16;
+constexpr int kQueue = 16;  // entries of BlockState::queue, a ring of slice numbers
 static_assert(kChunkBytes / 2 % 16 == 0, "bulk copies: stages, and their halves backward, are aligned to 16 bytes");
-// Parts have 3 chunks or more: when a producer has loaded slice s, its own teams have begun s - 5. For that they had
-// all blocks' sums of s - 7, which are sent after every thread read the queue's entry s - 9.
+// A part has 3 chunks or more, so the ring holds at most 5 whole parts: when a producer has loaded slice s, its own
+// teams have begun slice s - 5. They began it after the exchange of slice s - 7, for which each block had sent its
+// sums. Before it sent them, each of its threads had read the queue's entry s - 9. Only then is entry s written, over s
+// - 16.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
 
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
@@ -307,7 +320,8 @@ struct Part {
     __device__ int chunks() const { return (slice_packs - first_pack(0) - 1) / (blocks * chunk_packs) + 1; }
 };
 
-// In shared memory besides the ring. [team][turn]: a team's slices have turns 0, 1, 0, ... mailbox: then [sender].
+// What is in shared memory besides the ring. The indices are [team][turn], as a team's slices have the turns 0, 1, 0,
+// and so on; a mailbox has one entry for each block that sends to it.
 template <int OPERANDS> struct BlockState {
     uint64_t full[kStages], empty[kStages], gathered[2], exchanged[2][2], queued[kQueue];
     Sums<OPERANDS> mailbox[2][2][kMaxCluster], warp_sums[2][kTeam / 32];
@@ -320,7 +334,8 @@ template <int OPERANDS> struct BlockState {
 };
 static_assert(kRingBytes + sizeof(BlockState<2>) <= 227 * 1024, "a block's shared memory on sm_90 and sm_100");
 
-// One thread: waits for empty stages, fills them. Rank 0's draws the next slice first: the copies hide its latency.
+// One thread waits for empty stages and fills them. That of rank 0 draws the number of the next slice before it starts
+// the copies of this one, which hide the latency of the draw.
 template <typename T, int OPERANDS>
 __device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& state, unsigned char* ring) {
     const int rank = part.rank();
@@ -371,11 +386,11 @@ template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
     return sums;
 }
 
-// 224 threads: sum this block's part of every other slice, exchange the sums, and write the output.
+// The 224 threads of a team sum this block's part of every other slice, exchange the sums, and write the output.
 template <typename T, int OPERANDS> __device__ void consume(
     const Task<T>& task, Part part, BlockState<OPERANDS>& state, const unsigned char* ring, int team) {
     constexpr int V = kPack<T>;
-    constexpr int kMine = kPlaces / OPERANDS;  // a thread's places in a chunk: i * kTeam + tid
+    constexpr int kThreadPlaces = kThreadPacks / OPERANDS;  // a thread's places in a chunk: i * kTeam + tid
     const int tid = threadIdx.x % kTeam;
     const int chunks = part.chunks();
     const auto place_at = [&](int stage, int i) {
@@ -390,7 +405,7 @@ template <typename T, int OPERANDS> __device__ void consume(
     const auto each = [&](int c, const auto& use) {
         const int packs = part.packs(c);
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) {
+        for (int i = 0; i < kThreadPlaces; ++i) {
             if (i * kTeam + tid < packs) use(i);
         }
     };
@@ -402,10 +417,11 @@ template <typename T, int OPERANDS> __device__ void consume(
             continue;
         }
         const float anchor = to_float(task.x[slice * task.n]);
-        // A wait by parity may end two fillings early, so the other team must have seen all of the slice before this.
+        // A wait for a parity also ends if the filling two before was the last to end. So a stage's filling before must
+        // be known to have ended. It was of the slice before or an earlier one, which the other team has waited for.
         if (round > 0) mbarrier_wait(&state.gathered[team ^ 1], (round - 1) / 2 & 1);
         Sums<OPERANDS> sums = {};
-        Place<T, V, OPERANDS> held[kHeldChunks][kMine];
+        Place<T, V, OPERANDS> held[kHeldChunks][kThreadPlaces];
 #pragma unroll
         for (int c = 0; c < kHeldChunks; ++c, at.advance()) {
             mbarrier_wait(&state.full[at.stage], at.parity);
@@ -423,7 +439,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         // Hides `held` from the compiler, which would keep bfloat16 converted to float, and reload 204 bytes of spills.
         int4* const words = reinterpret_cast<int4*>(held);
 #pragma unroll
-        for (int i = 0; i < kHeldChunks * kPlaces; ++i) {
+        for (int i = 0; i < kHeldChunks * kThreadPacks; ++i) {
             asm volatile("" : "+r"(words[i].x), "+r"(words[i].y), "+r"(words[i].z), "+r"(words[i].w));
         }
         const auto write = [&](int c, int i, const auto& place) {
@@ -508,7 +524,9 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // a thread a pack, up to 4 threads (8 if V = 1); if they cannot hold the slice, the fewest that can
+    // Up to 4 threads (8 if V = 1), or fewer if a pack each is enough. If these cannot hold the slice, the fewest that
+    // can.
+    int group = 1;
     while (group * V < task.n && (group < (V > 1 ? 4 : 8) || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
@@ -516,7 +534,7 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_in_register
     return cudaGetLastError();
 }
 
-// Parts of a slice that is read twice: for 4096 blocks or more, but it is cut only to parts of 32 KiB or more.
+// Parts of a slice that is read twice: as many as make 4096 blocks in all, but none of less than 32 KiB.
 static int64_t parts_of(int64_t slices, int64_t bytes) {
     const int64_t wanted = divide_up(4096, slices);
     const int64_t most = divide_up(bytes, 1 << 16);
@@ -544,11 +562,11 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     if (blocks > kMaxCluster || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) ||
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
         cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) || clusters == 0) {
-        cudaGetLastError();  // no error: too large a slice, a chip with less shared memory, or a small partition of one
+        cudaGetLastError();  // forgets it: the slice is too large, or the chip, perhaps a partition of one, too small
         return launch_two_reads<T, kPack<T>, OPERANDS>(task);
     }
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
-    // The workspace counts draws: one for each slice but the clusters' first, and for each cluster one past the end.
+    // The workspace is the counter of the slices that were drawn, beyond the first of each cluster.
     if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream)) return error;
     // Chunks of a multiple of 128 bytes, the last of less; three or more for every block.
     const int64_t wanted = divide_up(packs, blocks * chunk);
