@@ -999,34 +999,12 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. The C++ hands over `sizes` and `pointers`, which hold what these enums name. Pointers are to device
-// memory. Those of x, out and grad are 16-byte aligned, and the parameters are float32.
-enum Size {
-    kSamples,
-    kInChannels,
-    kHeight,
-    kWidth,
-    kOutChannels,
-    kGroups,
-    kMultiprocessors,
-    kSharedBytes,  // that a block may have
-    kType,  // of x: 0 float, 1 half, 2 bfloat16
-};
-enum Pointer {
-    kX,
-    kOut,
-    kConvWeight,
-    kConvBias,
-    kBias,
-    kScale,
-    kGamma,
-    kBeta,
-    kStatistics,
-    kWorkspace,
-    kGrad,  // from here on of the backward
-    kGradX,  // null: not wanted
-    kSums,
-};
+// Launching it. The C++ hands over `sizes` and `pointers`, which hold what these enums name. kSharedBytes is what a
+// block may have, and kType is x's type: 0 float, 1 half, 2 bfloat16. Pointers are to device memory. Those of x, out
+// and grad are 16-byte aligned, and the parameters are float32. kGradX is null where x's gradient is not wanted.
+enum Size { kSamples, kInChannels, kHeight, kWidth, kOutChannels, kGroups, kMultiprocessors, kSharedBytes, kType };
+enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kStatistics, kWorkspace };
+enum BackwardPointer { kGrad = kWorkspace + 1, kGradX, kSums };
 
 // Sets the fields of p that bands of `rows` rows determine. Returns the bytes of dynamic shared memory that they take.
 static int64_t set_bands(ConvArguments& p, int rows) {
@@ -1666,7 +1644,6 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
 }
-// pointers as of arguments_of, out unused; then grad, grad_x (null: not wanted) and the partial sums.
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     return by_type(sizes[kType], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
 }
@@ -1717,7 +1694,7 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
-// What the launchers take, in the order of the kernels' enums Size and Pointer.
+// What the launchers take, in the order of the kernels' enums Size, Pointer and BackwardPointer.
 struct Arguments {
     std::vector<Tensor> held;
     std::vector<void*> pointers;

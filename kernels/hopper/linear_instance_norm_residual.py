@@ -253,7 +253,8 @@ struct RowScale { float unscale, doubt; };
 // In the backward an exponent of a scale may be the sum or difference of two, each 126 at most. 2^252 and 2^-252 are no
 // float32 numbers, so such a scale is applied as two factors, of half the exponent each. At 2^-252 every float32 number
 // becomes 0 in fp16.
-constexpr int kLargestExponent = 126 + 126, kLeastExponent = -252;
+constexpr int kLargestExponent = 126 + 126;
+constexpr int kLeastExponent = -kLargestExponent;
 // What split_rows reads and writes.
 struct Operand {
     const float* values;
@@ -505,7 +506,7 @@ template <typename S> __device__ __forceinline__ int place_of(int j) {
     return (j & 1) | (j & 2) << kShift;
 }
 // Stores a warp's 16 x 64 sums to a slot, as drawn above.
-template <typename S> __device__ __forceinline__ void leave_sums(Pack<S, 4>* to, const float* sum) {
+template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to, const float* sum) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         Pack<S, 4> four;
@@ -524,7 +525,7 @@ template <typename S> __device__ __forceinline__ void leave_sums(Pack<S, 4>* to,
 //
 // So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. A
 // pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
-template <typename S> __device__ __forceinline__ void take_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
+template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
     const int row = threadIdx.x % 32 / 8;
 #pragma unroll
@@ -646,7 +647,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
             const float* const from = s < 2 ? sums : more;
             mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
-            leave_sums(shared.slots[slot.place] + warp * 256, from + 32 * (s % 2));
+            store_sums(shared.slots[slot.place] + warp * 256, from + 32 * (s % 2));
             mbarrier_arrive(&shared.ready[slot.place]);
         }
     }
@@ -666,7 +667,7 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
             const auto scales = epilogue.load(thread_corner);  // before the wait, so that the loads run meanwhile
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
-            take_sums(shared.slots[slot.place] + warp * 256, sum);
+            load_sums(shared.slots[slot.place] + warp * 256, sum);
             mbarrier_arrive(&shared.taken[slot.place]);
             if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, thread_corner, scales);
         }
@@ -706,7 +707,7 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
 #endif
 }
-// Stores a thread's 4 x 8 values of a slot (see take_sums); n is a multiple of 4. STREAMING: what is stored leaves L2
+// Stores a thread's 4 x 8 values of a slot (see load_sums); n is a multiple of 4. STREAMING: what is stored leaves L2
 // first, and the operands stay there.
 template <bool STREAMING, typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
@@ -789,7 +790,7 @@ template <typename T> struct LinearProduct {
             const int column = __shfl_sync(~0u, corner.column, owner) + bit % 8 / 4 * 32 + bit % 4;
             const float sum = row < m && column < n ? multiply_rows(row, column) : 0;
 #pragma unroll
-            for (int k = 0; k < 32; ++k) {  // registers have no index, so each is asked whether it is meant
+            for (int k = 0; k < 32; ++k) {  // all 32, because registers cannot be indexed at run time
                 if (threadIdx.x % 32 == owner && k == bit) v[k / 8][k % 8] = sum + scales.bias[k % 8];
             }
             if (threadIdx.x % 32 == owner) doubtful &= doubtful - 1;  // clears the lowest bit
@@ -951,11 +952,11 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // column j, is divided by 2^b_j and x's scale.
 //
 // Why 12: hi and lo lose 2^-23 of a scaled value down to 2^-2 (see Range), which is 2^-16 or less of the largest. So a
-// row of W whose largest value is 2^-12 of W's largest still has 4 bits left for its own smaller values. Of a row below
-// that W takes up to 12 bits, and G's column, which has as many to spare, gives them back. W's values down to 2^-28 of
-// the largest are so multiplied as exactly as the largest. With a feature whose weights are 10^6 times as large as the
-// others', dX had 2.1 times eager's error without the b_j, and 0.4 times with them. Errors are small beside the norm of
-// a row of dX, and beside the norm of all of dW.
+// row of W whose largest value is 2^-12 of W's largest still has 4 bits left for its own smaller values. A row below
+// that is multiplied by up to 2^12 more, and G's column is divided by as much: 4 of its 16 bits are left then, too. So
+// W's values down to 2^-28 of the largest are multiplied as exactly as the largest. With a feature whose weights are
+// 10^6 times as large as the others', dX had 2.1 times eager's error without the b_j, and 0.4 times with them. Errors
+// are small beside the norm of a row of dX, and beside the norm of all of dW.
 constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
@@ -967,7 +968,8 @@ struct SplitGradient {  // device memory that the kernels of a backward share
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
-    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits;  // W's row j is 2^below too small
+    // How many powers of two the largest value of W's row j is below the largest of all W, beyond kSpareBits.
+    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits;
     const int b = -min(max(below, 0), kSpareBits);
     if (blockIdx.y == 0) to.columns[j] = b;
     for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
