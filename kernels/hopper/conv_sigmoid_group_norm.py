@@ -848,7 +848,9 @@ template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     constexpr int kWriters = Shape<T, true>::kWriters;
-    constexpr int kBatch = 4;  // loads of a lane, then as many stores. One at a time the kernel was 10% slower
+    // Loads of a lane, then as many stores. One at a time the kernel was 10% slower. Beyond the band's end a lane loads
+    // and stores its last four values once more.
+    constexpr int kBatch = 4;
     const int lane = threadIdx.x % 32;
     const int fours = band.rows * p.columns / 4;
     int c = writer;
@@ -865,14 +867,14 @@ __device__ __forceinline__ void write(
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 float4 four[kBatch];
 #pragma unroll
-                for (int k = 0; k < kBatch; ++k)
-                    four[k] = v[min(begin + 32 * k, fours - 1)];  // beyond the end: the last
+                for (int k = 0; k < kBatch; ++k) four[k] = v[min(begin + 32 * k, fours - 1)];
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
-                    const auto of = [&](float v) {
+                    const auto normalise = [&](float v) {
                         return fmaf(sizeof(T) == 2 ? v - n.middle : v, n.factor, n.offset);
                     };
-                    const float4 f = {of(four[k].x), of(four[k].y), of(four[k].z), of(four[k].w)};
+                    const float4 f = {
+                        normalise(four[k].x), normalise(four[k].y), normalise(four[k].z), normalise(four[k].w)};
                     store_pack(to + min(begin + 32 * k, fours - 1), round_four<T>(f));
                 }
             }
@@ -1168,8 +1170,8 @@ template <typename T> struct BackwardArguments : ConvArguments {
     }
 };
 
-// A block has rows [first_row, last_row) of a sample's x. Their gradient needs dh from `begin`, up to two rows above.
-struct Piece { int sample, first_row, last_row, begin; };
+// A block has rows [first_row, last_row) of a sample's x. Their gradient needs dh from up to two rows above on.
+struct Piece { int sample, first_row, last_row, first_dh_row; };
 
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
 // h and grad of a warp of `make_dh`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
@@ -1340,14 +1342,14 @@ __device__ __forceinline__ void make_dh(
         split_pixel(x, tile.x_scale, to[0], to[kPlane], false);
     };
     float sums[2][4] = {};  // of q and of q * h, by channel
-    for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
-    for (int row = piece.begin; row < piece.begin + 2; ++row) {
+    for (int i = 0; i < 4; ++i) fetch(piece.first_dh_row, lane + 32 * i);
+    for (int row = piece.first_dh_row; row < piece.first_dh_row + 2; ++row) {
         load_x(row);
         store_x(row);
     }
-    for (int row = piece.begin; row < piece.last_row; ++row) {
+    for (int row = piece.first_dh_row; row < piece.last_row; ++row) {
         load_x(row + 2);
-        mbarrier_wait(&tile.empty[row & 1], ((row - piece.begin) / 2 & 1) ^ 1);
+        mbarrier_wait(&tile.empty[row & 1], ((row - piece.first_dh_row) / 2 & 1) ^ 1);
         float of_row[2][4] = {};
 #pragma unroll 1
         for (unsigned pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
@@ -1406,14 +1408,14 @@ __device__ __forceinline__ void make_dh(
 // output channel 16 half + 8 c + lane / 4 and input channel 2 (lane % 4) + i.
 template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
-    const int of = threadIdx.x % 32 / 8;  // the matrix that this lane points ldmatrix at: 0 to 3
+    const int own_matrix = threadIdx.x % 32 / 8;  // the matrix that this lane points ldmatrix at: 0 to 3
     const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
 #pragma unroll 1  // spills, when unrolled
     for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
         uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
         for (int half = 0; half < 2; ++half) {
-            const uint4* const channels = tile.dh[row & 1][2 * half + of % 2];
-            const uint4* const from = channels + (2 * step + of / 2) * kSub + cell + 1;
+            const uint4* const channels = tile.dh[row & 1][2 * half + own_matrix % 2];
+            const uint4* const from = channels + (2 * step + own_matrix / 2) * kSub + cell + 1;
             load_matrices<true>(hi[half], from);
             if (HAS_LOW) load_matrices<true>(lo[half], from + kPlane);
         }
@@ -1423,9 +1425,9 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
             uint32_t b[2][4];  // hi and lo of matrices 2 step to 2 step + 3: the first two for kx 0, the last for kx 2
             uint32_t odd[4];  // matrices 2 step + 1 and 2 step + 2, of hi and then of lo, for kx 1
-            load_matrices<true>(b[0], matrix(2 * step + of));
-            if (HAS_LOW) load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
-            load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
+            load_matrices<true>(b[0], matrix(2 * step + own_matrix));
+            if (HAS_LOW) load_matrices<true>(b[1], matrix(2 * step + own_matrix) + kPlane);
+            load_matrices<true>(odd, matrix(2 * step + 1 + own_matrix % 2) + own_matrix / 2 * kPlane);
             float sums[2][3][4] = {};
             // dh's lo by x's hi, hi by lo, then hi by hi: the smallest products first. Six sums are independent of each
             // other, so that the tensor cores need not wait for one.
@@ -1450,10 +1452,10 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32;
-    const int of = lane / 8 % 2;
+    const int own_matrix = lane / 8 % 2;
     const int cell = threadIdx.x / 32 * 8 + lane % 8;
-    float of_row[3][2][4] =
-        {};  // the row's own sum: adding each part to total, which is larger, would lose more digits
+    // The row's own sum, because adding each part of it to total, which is larger, would lose more digits.
+    float of_row[3][2][4] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
@@ -1462,7 +1464,7 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
             float sums[3][2][4] = {};
             uint32_t hi[2][4], lo[2][4];  // [t]: columns 4 i + 2 t - kx, and + 1, of 8 channels; then of 8 more
             for (int t = 0; t < 2; ++t) {
-                const int m = 2 * t - kx + of + 4;
+                const int m = 2 * t - kx + own_matrix + 4;
                 const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
                 load_matrices<false>(hi[t], from);
                 if (HAS_LOW) load_matrices<false>(lo[t], from + kPlane);
@@ -1517,8 +1519,8 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     more_registers<kMultiplierRegisters>();
     float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
     const float grad_x_factor = 1 / tile.grad_x_scale;
-    for (int row = piece.begin; row < piece.last_row; ++row) {
-        mbarrier_wait(&tile.full[row & 1], (row - piece.begin) / 2 & 1);
+    for (int row = piece.first_dh_row; row < piece.last_row; ++row) {
+        mbarrier_wait(&tile.full[row & 1], (row - piece.first_dh_row) / 2 & 1);
         if (row < p.rows && p.grad_x != nullptr) add_to_x<kHasLow<T>>(tile, row, grad_x);
         if (row < p.rows && row >= piece.first_row) add_to_weights<kHasLow<T>>(tile, row, weights);
         mbarrier_arrive(&tile.empty[row & 1]);
