@@ -53,9 +53,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from judge import bench, check, gates, record, roofline, show, source
+from judge.answers import tensors_of
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
 from judge.worker import COMPILE_MODES, Rejected, Worker
@@ -104,8 +104,8 @@ def least_batch(problem: Problem) -> int:
     """The file's batch_size, halved until the inputs have no more than CPU_BYTES."""
     batch = problem.batch
     while batch > 2:
-        inputs = tree_leaves(problem.inputs(batch, "meta", torch.float32, 0))
-        if sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)) <= CPU_BYTES:
+        inputs = tensors_of(problem.inputs(batch, "meta", torch.float32, 0))
+        if sum(x.nbytes for x in inputs) <= CPU_BYTES:
             break
         batch //= 2
     return batch
@@ -157,7 +157,7 @@ class Judge:
             with check.of_the_model(first.precision):
                 problem = Problem(pair.model_path, first.constants, texts.get(pair.model_path))
             case = self._case(pair, problem, first, texts, batch)
-            shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
+            shapes = [list(x.shape) for x in tensors_of(case.inputs(0))]
         except Rejected as error:
             for run in runs:
                 run.reject(error)

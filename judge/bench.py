@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from judge.answers import RANDOM, Request, same_bits
+from judge.answers import RANDOM, Request, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import secret
 from judge.worker import FLUSH_BYTES, Rejected, settle
@@ -81,7 +80,7 @@ class Ring:
             self.request = Request("while it was timed", direction, gates=2, seeded=True)
         self.answers = case.room(expected)
         size = sum(x.nbytes for x in self.answers)
-        nbytes = sum(x.nbytes for x in tree_leaves(self.old) if isinstance(x, torch.Tensor))
+        nbytes = sum(x.nbytes for x in tensors_of(self.old))
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
         self.slot = case.share(self.old)
         self.draws, self.fresh = [], []
@@ -104,8 +103,8 @@ class Ring:
 
     def write(self, inputs: list) -> None:
         """While the contender is stopped: the inputs of a call, and on a CPU a flush of the cache."""
-        for new, x in zip(tree_leaves(inputs), tree_leaves(self.slot)):
-            if isinstance(x, torch.Tensor) and x.numel():
+        for new, x in zip(tensors_of(inputs), tensors_of(self.slot)):
+            if x.numel():
                 x.untyped_storage().copy_(new.untyped_storage())
         for x in self.answers:
             blank(x)
@@ -144,7 +143,8 @@ class Ring:
             claimed.append(ms)
             taken += 1e3 * (worker.answered - worker.asked)
             if place is not None and i == looked_at:
-                kept.put(place, (forms, [x.clone() for x in self.answers], self.draws[i]))
+                given = [x.clone() for x in places_of([str(form) for form in forms], self.answers)]
+                kept.put(place, (forms, given, self.draws[i]))
         samples.ms[name].append(sum(claimed) / len(claimed))
         samples.beyond[name].append(taken - sum(claimed))
 

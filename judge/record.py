@@ -60,7 +60,7 @@ class Result:
 
     def reject(self, error: Rejected) -> None:
         """What was timed before the reason was found has no meaning. Records travel: files lose their folders."""
-        self.status, self.ok = BUILD if getattr(error, "kind", "") == BUILD else WRONG, False
+        self.status, self.ok = BUILD if error.kind == BUILD else WRONG, False
         self.no_dropin = []
         for name in ("ms", "spread", "host_us", "peak_memory", "speedup", "speedup_ci", "verdict", "roof"):
             setattr(self, name, {})

@@ -13,9 +13,8 @@ from functools import partial
 from math import inf, nan
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from judge.answers import CAPTURED, LATE, MOVED, REPEATED, THREADS, TWIN, Request
+from judge.answers import CAPTURED, LATE, MOVED, REPEATED, THREADS, TWIN, Request, tensors_of
 
 secret = random.SystemRandom()  # numbers that no candidate foresees
 LOOKED_AT = 1 << 22  # elements of an input
@@ -55,6 +54,8 @@ class Inputs:
 
     def changed(self, x: torch.Tensor, change: Callable) -> bool:
         """Changes it in place, as far as it stays what it is; whether it is another now."""
+        if change is integers:
+            return self.other_integers(x)
         if not self.floating or self.few or not x.numel():
             return False
         before = x.clone()
@@ -73,10 +74,11 @@ class Inputs:
             x.abs_().add_(1e-6).div_(x.sum(-1, keepdim=True))
         return not torch.equal(before, x)
 
-    def other_integers(self, x: torch.Tensor) -> None:
+    def other_integers(self, x: torch.Tensor) -> bool:
         """Others of the range that is there, and truth values of both kinds; what is sorted keeps its ends."""
-        if self.floating or x.is_complex() or not x.numel() or x.dim() == 0 or x.is_floating_point():
-            return
+        if x.is_complex() or not x.numel() or x.dim() == 0 or x.is_floating_point():
+            return False
+        before = x.clone()
         if x.dtype == torch.bool:
             x.copy_(torch.rand(x.shape, device=x.device) < 0.5)
         elif self.order:
@@ -87,6 +89,7 @@ class Inputs:
             if self.sorted:
                 x.copy_(x.sort(-1).values)
                 x[..., :1], x[..., -1:] = ends
+        return not torch.equal(before, x)
 
 
 def signs(model: torch.nn.Module) -> None:
@@ -195,5 +198,4 @@ def part(x: torch.Tensor) -> torch.Tensor:
 
 def inputs_of(draws: list) -> list[Inputs]:
     """Of several draws of a Model's inputs what each tensor is."""
-    leaves = [[x for x in tree_leaves(draw) if isinstance(x, torch.Tensor)] for draw in draws]
-    return [Inputs([part(x) if x.dim() else x for x in each]) for each in zip(*leaves)]
+    return [Inputs([part(x) if x.dim() else x for x in each]) for each in zip(*map(tensors_of, draws))]

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from judge.answers import roots_of
+from judge.answers import roots_of, tensors_of
 from judge.source import DTYPES, Problem, cast, set_precision
 
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -28,16 +27,16 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
     with torch.device("meta"):
         model = cast(problem.model(seed=0), dtype)
     inputs = problem.inputs(batch, "meta", dtype, seed=0)
-    floating = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    floating = [x for x in tensors_of(inputs) if x.is_floating_point()]
     for x in floating:
         x.requires_grad_(backward)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         outputs = model(*inputs)
         if roots := roots_of(outputs):  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
             torch.autograd.backward(roots, [torch.empty_like(out) for out in roots])
-    tensors = [*tree_leaves(inputs), *model.parameters(), *model.buffers(), *tree_leaves(outputs)]
-    moved = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
-    written = sum(x.nbytes for x in [*floating, *model.parameters()])
+    parameters = [*model.parameters()]
+    moved = sum(x.nbytes for x in [*tensors_of(inputs), *parameters, *model.buffers(), *tensors_of(outputs)])
+    written = sum(x.nbytes for x in [*floating, *parameters])
     return 2 * moved + written if backward else moved, counter.get_total_flops()
 
 

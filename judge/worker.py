@@ -63,8 +63,10 @@ from judge.answers import (
     compared,
     form_of,
     normal_like,
+    places_of,
     roots_of,
     same_bits,
+    tensors_of,
     wanted_of,
 )
 from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, set_precision
@@ -75,6 +77,7 @@ COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"} 
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 AWAKE_BYTES = 1 << 20  # on a CPU written by the contender itself, so that the threads of its pool run again
 MOST_REPEATS, REPEAT_SECONDS = 200, 0.4  # of a call that may race
+GARBLED = "wrote something of its own into the pipe of its answers"
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Contenders are forked from a server that never initialises CUDA. It has loaded torch, and what autograd.grad imports
@@ -125,6 +128,11 @@ def state_of(module: torch.nn.Module) -> Iterator[list[str]]:
             kind = "parameter" if isinstance(x, torch.nn.Parameter) else "buffer"
             kind += " without a gradient" * (kind == "parameter" and not x.requires_grad)
             yield [name, f"{x.dtype}, shape {list(x.shape)}", bits, kind]
+
+
+def kept_by(module: torch.nn.Module) -> list:
+    """All that it and the modules within it hold."""
+    return [x for each in module.modules() for x in tree_leaves([*vars(each).values()])]
 
 
 def settle(device: str) -> None:
@@ -194,8 +202,7 @@ class Contender:
             except Exception as error:
                 lacks.append(f"cannot be pickled: {last_line(error)}")
         self.modules = [None, made]
-        kept = [x for each in made.modules() for x in tree_leaves([*vars(each).values()])]
-        if any(hasattr(x, "_torchdynamo_orig_callable") for x in kept):
+        if any(hasattr(x, "_torchdynamo_orig_callable") for x in kept_by(made)):
             lacks.append(
                 "keeps a function of torch.compile: a copy.deepcopy of it computes with the original's weights"
             )
@@ -270,8 +277,7 @@ class Contender:
         if MOVED in request.how:
             module._apply(torch.clone)
         said = self.said + self.switches.put_back()
-        kept = [x for each in module.modules() for x in tree_leaves([*vars(each).values()])]
-        graphs = any(isinstance(x, torch.cuda.CUDAGraph) for x in kept)
+        graphs = any(isinstance(x, torch.cuda.CUDAGraph) for x in kept_by(module))
         reply = {"forms": [each.forms for each in found], "tree": found[0].tree, "did": found[0].did}
         return reply | {"graphs": graphs, "switched": said}
 
@@ -324,8 +330,9 @@ class Contender:
     def time(self, flushes: int) -> dict:
         """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against."""
         ms, _, _, leaves = self._clocked(flushes)
-        self._hand_over(leaves, self.answers)
-        return {"ms": ms, "forms": self._forms(leaves)}
+        forms = self._forms(leaves)
+        self._hand_over(leaves, places_of(forms, self.answers))
+        return {"ms": ms, "forms": forms}
 
     def profile(self, path: str) -> dict:
         """What ten calls consist of, by torch.profiler, as a table. The trace goes to `path`."""
@@ -381,7 +388,7 @@ class Contender:
     @contextlib.contextmanager
     def _late(self, sets: list):
         """Another stream, on which the inputs are NaN until long after the calls were launched."""
-        tensors = [x.data for x in tree_leaves(sets) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        tensors = [x.data for x in tensors_of(sets) if x.is_floating_point()]
         values = [x.clone() for x in tensors]
         for x in tensors:
             x.fill_(float("nan"))
@@ -453,7 +460,7 @@ def dense(tree) -> list[torch.Tensor]:
 
 def captured(module, *inputs):
     """Captures the module with other values in the inputs' memory, and replays that with the right ones."""
-    tensors = [x.data for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    tensors = [x.data for x in tensors_of(inputs) if x.is_floating_point()]
     values = [x.clone() for x in tensors]
     for x in tensors:
         x.mul_(0.5)
@@ -567,7 +574,7 @@ class Worker:
             raise Rejected(f"{ending}, and gave no answer to '{command}'") from error
         except (OSError, ValueError, TypeError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
-            raise Rejected("wrote something of its own into the pipe of its answers") from None
+            raise Rejected(GARBLED) from None
         self._signal(signal.SIGSTOP)
         if command in IN_A_TURN:  # the judge is about to write inputs
             self._wait_until_stopped()
