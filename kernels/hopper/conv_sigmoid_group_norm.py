@@ -644,7 +644,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 }
 
 // By a warpgroup that has the turn: issues the wgmmas of a task, hands on the turn, and waits for its sums d. x_at is
-// where the task's first pixel lies in shared memory.
+// where the task's first pixel lies in shared memory, in units of 16 bytes.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Shape<T, NORMALIZE>::kFragments],
     uint32_t x_at, float (&d)[kTaskPixels / 2], int next_turn) {
@@ -656,15 +656,15 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
     }
     wgmma_commit();
     barrier_arrive(next_turn, 256);
-    wgmma_wait<0>();  // here, where all warps of the warpgroup run it together: later they branch on all_exist
+    wgmma_wait<0>();  // here, where all warps of the warpgroup run it together: `convolve` branches only later
 #pragma unroll
     for (int i = 0; i < kTaskPixels / 2; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
     }
 }
 
-// Adds up the deviations that the four lanes of a channel have of a sample, `count` values together, and stores the
-// channel's mean and sum of squares to `moments`.
+// Adds up the deviations that the four lanes of a channel have of a sample, of `count` values together, and stores the
+// channel's mean and sum of squared deviations to `moments`.
 __device__ __forceinline__ void store_moments(
     ConvShared& shared, int place, int warpgroup, int c, int count, Deviations all) {
     all.sum = sum_of_lanes(all.sum, 4);
@@ -678,9 +678,9 @@ __device__ __forceinline__ void store_moments(
 
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
 // the turn to issue wgmma, so that one's wgmma runs during the others' activations. A lane has one channel and two
-// neighbouring pixels of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4. A consumer waits for
-// x_full, for its turn and, before a sample's first store to v, for v_empty. It wakes the next consumer when its wgmma
-// is issued, the producers when its last wgmma of the sample is done, and at the end `post`, or the warps that write h.
+// neighbouring pixels of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4. It waits for v_empty only
+// before a sample's first store to v. It hands on the turn when its wgmma is issued, and frees x when its last wgmma of
+// the sample is done.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -782,7 +782,7 @@ __device__ __forceinline__ void convolve(
 }
 
 // One warp, lane c for channel c: adds the band's sums of s and of s^2 to the totals, where s = (u - kLeast) / kRange
-// is u brought to [0, 1]. It waits for v_full. When it has read `moments`, it arrives at norm_full, as `gather` does.
+// is u brought to [0, 1]. When it has read `moments`, it arrives at norm_full, as `gather` does.
 template <typename T> __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     const int c = threadIdx.x % 32;
@@ -811,10 +811,9 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
     }
 }
 
-// One warp, a lane a channel: computes the channel's norm from its group's totals. It waits until these have the sums
-// of all bands, and wakes the writers (norm_full). `centred`: output = (u - mean) * factor + beta, exact where v is
-// constant, as eager is in 16 bits. In float32 eager is not exact either, and the subtraction would cost 1% of the
-// time.
+// One warp, a lane a channel: computes the channel's norm from its group's totals, when these have the sums of all
+// bands. `centred`: output = (u - mean) * factor + beta, exact where v is constant, as eager is in 16 bits. In float32
+// eager is not exact either, and the subtraction would cost 1% of the time.
 template <typename T> __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     constexpr bool centred = sizeof(T) == 2;
@@ -843,7 +842,7 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
 }
 
 // Six warps take the channels round-robin, across all samples, so that all have the same load. A lane stores four
-// neighbouring values at once. They wait for norm_full, and wake the consumers (v_empty).
+// neighbouring values at once.
 template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {

@@ -218,8 +218,9 @@ struct Add {
 struct Max {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
-// Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Up to
-// 32 threads whole warps call it, beyond the whole block, with warp_values in shared memory, one for each warp.
+// Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Whole
+// warps call it or, for a group of more than 32 threads, the whole block: then warp_values is shared memory, a float
+// for each warp.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -708,8 +709,8 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
 #endif
 }
-// Stores a thread's 4 x 8 values of a slot (see load_sums); n is a multiple of 4. STREAMING: what is stored leaves L2
-// first, and the operands stay there.
+// Stores a thread's 4 x 8 values of a slot (see load_sums); n is a multiple of 4. With STREAMING, what is stored leaves
+// L2 first, so that the operands stay there.
 template <bool STREAMING, typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
     using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
@@ -736,7 +737,7 @@ template <typename T> __device__ __forceinline__ void load_eight(const T* vector
         for (int j = 0; j < 4; ++j) to[i + j] = to_float(four.value[j]);
     }
 }
-// What an epilogue of h = x W^T + bias begins with. x, W and h are of type T.
+// The first part of each epilogue of h = x W^T + bias: it makes h of the sums. x, W and h are of type T.
 template <typename T> struct LinearProduct {
     static constexpr bool kScaled = sizeof(T) == 4;  // 16-bit operands are multiplied as they are
     const T *x, *weight, *bias;
