@@ -207,7 +207,7 @@ template <int OPERANDS> __device__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> o
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = own;
     __syncthreads();
     own = {};
-    for (int w = 0; w < group / 32; ++w) own.add(warp_sums[(threadIdx.x & -group) / 32 + w]);
+    for (int w = 0; w < group / 32; ++w) own.add(warp_sums[w]);
     return own;
 }
 
@@ -528,7 +528,7 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_in_register
     // can.
     int group = 1;
     while (group * V < task.n && (group < (V > 1 ? 4 : 8) || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
-    const int block = group > 64 ? group : 64;
+    const int block = group > 64 ? group : 64;  // of one group, if it has more than 32 threads: see sums_of_group
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
     norm_in_registers<T, V, OPERANDS><<<grid, block, 0, task.stream>>>(task, group);
     return cudaGetLastError();

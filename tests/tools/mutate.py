@@ -104,7 +104,7 @@ CUDA = [
     (HOPPER + NORM, "sums.of[0] * shift) * task.share;", "sums.of[0] * shift) * task.share * 1.001;", "instance_norm"),
     (HOPPER + NORM, "< 0 ? 0 : variance) + task.eps)", "< 0 ? 0 : variance))", "instance_norm"),
     (HOPPER + NORM, "fma(mean, double(g_sum), double(product))", "double(product)", "instance_norm"),
-    (HOPPER + NORM, "own.add(warp_sums[(threadIdx.x & -group) / 32 + w])", "own.add(warp_sums[w])", "instance_norm"),
+    (HOPPER + NORM, "own.add(warp_sums[w])", "own.add(warp_sums[0])", "instance_norm"),
     (HOPPER + NORM, "if (first + i * group * V < end) sums.add", "sums.add", "instance_norm"),
     (HOPPER + NORM, "    mbarrier_wait(exchanged, round / 4 & 1);\n", "", "instance_norm"),
     (HOPPER + NORM, "mbarrier_wait(&state.empty[at.stage], at.parity ^ 1);", "", "instance_norm"),
