@@ -552,17 +552,21 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     // The smallest cluster that holds a slice; of 2 and 4 blocks, one whose ring holds both teams' waiting chunks.
     const int64_t packs = task.n / kPack<T>;
     const int64_t chunk = kChunkBytes / 16 / OPERANDS;
-    int blocks = 2, clusters = 0;
+    int blocks = 2;
     while (packs > blocks * chunk * (kHeldChunks + (blocks < 8 ? kWaitingChunks : kStages))) blocks *= 2;
     const auto kernel = norm_in_cluster<T, OPERANDS>;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {unsigned(blocks), 1, 1};
     cudaLaunchConfig_t config = {dim3(blocks), dim3(2 * kTeam + 32), kRingBytes, task.stream, &attribute, 1};
-    if (blocks > kMaxCluster || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) ||
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
-        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) || clusters == 0) {
-        cudaGetLastError();  // forgets it: the slice is too large, or the chip, perhaps a partition of one, too small
+    int clusters = 0;  // that run at once. None, if the slice is too large, or the chip (or its partition) too small
+    if (blocks <= kMaxCluster) {
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) clusters = 0;
+    }
+    if (clusters == 0) {
+        cudaGetLastError();  // forgets what the calls above may have left
         return launch_two_reads<T, kPack<T>, OPERANDS>(task);
     }
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
