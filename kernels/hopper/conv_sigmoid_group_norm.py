@@ -1666,7 +1666,7 @@ namespace {
 using at::Tensor;
 using Tensors = std::tuple<Tensor, Tensor>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
-enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
+enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta };
 
 // The output, and of each group the Statistics: mean, mean_error, rstd.
 Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
