@@ -132,12 +132,14 @@ constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
 constexpr bool kTensor = false;  // The host has to ask each kernel what it was compiled for.
 #endif
 
-constexpr int kThreads = 256;  // of a block; two blocks run on a multiprocessor
+constexpr int kThreads = 256;                   // of a block
+constexpr int kBlocks = 2;                      // on a multiprocessor
 constexpr int kWarps = kThreads / 32;
 constexpr int kValues = 64;                     // of h in a thread
 constexpr int kChannels = kTensor ? 2 : 4;      // output channels of a thread
 constexpr int kChannelStep = kTensor ? 8 : 1;   // from one of them to the next
 constexpr int kWarpChannels = kTensor ? 16 : 4;
+constexpr int kBlockLog2 = kTensor ? 7 : 5;     // kWarps * kWarpChannels = 2^kBlockLog2
 constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
 constexpr int kRows = 4;                        // of pixels of a thread
 constexpr int kPixels = kValues / kChannels;    // of a thread
@@ -145,8 +147,8 @@ constexpr int kPairs = kPixels / kRows / 2;     // of columns, in each of its ro
 constexpr int kPart = 16;                       // pixels that a thread loads or stores at once
 constexpr int kMostOuts = 32;                   // output channels of a tile
 constexpr int kStage = 8;                       // input channels that are in shared memory at once, at most
-constexpr int kDepth = 4;                       // input channels that tensor cores take at once
-constexpr int kMostSlots = kStage / kDepth * 9;
+constexpr int kMostTaps = 9;
+constexpr int kMostSets = 16;                   // stages, if the weights of all stay in shared memory
 constexpr int kColumns = 32;                    // of a tile
 constexpr int kPairStep = kColumns / kPairs;    // columns from one of a thread's pairs to the next
 constexpr int kPitch = kColumns + 4;  // values of a line of x in shared memory: what taps reach, and no bank conflicts
@@ -171,6 +173,7 @@ struct Arguments {
     int dh_type;  // 0 float, 1 half, 2 bfloat16
     int kernel, pad;  // rows and columns of the convolution's kernel, and of zeros on each side of x
     int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
+    int outs_log2;  // outs = 2^outs_log2: shifts are much faster than divisions
     int lines;  // of x in shared memory, of each channel
     int tiles, items;  // tiles of a sample, and of all
     int parts;  // channel tiles that a group may touch
@@ -181,15 +184,16 @@ struct Arguments {
     double share;  // 1 / the values of a group
 };
 
-// The first pixel and channel of a tile.
+// The first pixel and channel of a tile, and that channel's group.
 struct Tile {
-    int item, sample, pixel_tile, channel, row, column;
+    int item, sample, pixel_tile, channel, group, row, column;
     __device__ __forceinline__ void set(const Arguments& p, int number) {
         const int tile = number % p.tiles;
         item = number;
         sample = number / p.tiles;
         pixel_tile = tile / p.channel_tiles;
         channel = tile % p.channel_tiles * p.outs;
+        group = channel / p.group_channels;
         row = pixel_tile / p.column_tiles * p.tile_rows;
         column = pixel_tile % p.column_tiles * kColumns;
     }
@@ -207,7 +211,9 @@ struct Shared {
     float means[kMostOuts];  // of v, in the backward
     Norm norm[kMostOuts];
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
-    int offsets[kMostSlots + 1];  // see `multiply`
+    int offsets[kMostTaps + 1];  // see `multiply`
+    float largest[kWarps];  // of a warp's values, in largest_of_block
+    float weight_units[kMostSets];  // see `multiply`
     Tile tiles[2];  // the one in work and the next
 };
 
@@ -222,10 +228,11 @@ struct Place {
     int channel, row, column;
     __device__ __forceinline__ explicit Place(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int warps = kWarps * kWarpChannels / p.outs;  // that have the same channels
+        const int warps_log2 = kBlockLog2 - p.outs_log2;  // of the number of warps that have the same channels
         const int lanes = kColumns / 2 / kPairs;  // beside each other
-        channel = warp / warps * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
-        row = (warp % warps * (kTensor ? 1 : 4) + (kTensor ? 0 : lane / lanes)) * kRows;
+        channel = (warp >> warps_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
+        const int others = warp & ((1 << warps_log2) - 1);  // warps before this one that have them
+        row = (others * (kTensor ? 1 : 4) + (kTensor ? 0 : lane / lanes)) * kRows;
         column = lane % lanes * 2;
     }
 };
@@ -302,22 +309,20 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 // pixels depend on; columns are padded to kPitch. Without tensor cores float32 is used from there; 16 bits arrive in
 // `raw` and are widened to x. Tensor cores need `raw` always, and x as it is described at `multiply`.
 
-// Channels that take room in shared memory.
-__host__ __device__ __forceinline__ int padded(int channels, bool tensor) {
-    return tensor ? (channels + kDepth - 1) / kDepth * kDepth : channels;
-}
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) {
     return min(p.stage, p.in_channels - first);
 }
 
-// By a block: calls use(channel, line, column) for each pack of columns that this thread copies, of `channels` channels
-// or, with tensor cores, groups of kDepth channels: always the same packs.
+// By a block: calls use(channel, line, column) for each pack of columns that this thread copies, of `channels`
+// channels: always the same packs.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
-    const int packs = (kColumns + p.kernel - 1 + PACK - 1) / PACK;  // of a line
+    constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // constants: divisions are slow
+    const bool three = p.kernel == 3;
+    const int packs = three ? kOfThree : kOfOne;  // of a line
     const int thread = read_thread();
-    int channel = 0, line = thread / packs, pack = thread % packs;
-    const int line_step = kThreads / packs, pack_step = kThreads % packs;
+    int channel = 0, line = three ? thread / kOfThree : thread / kOfOne, pack = thread - line * packs;
+    const int line_step = three ? kThreads / kOfThree : kThreads / kOfOne, pack_step = kThreads - line_step * packs;
     while (true) {
         while (line >= p.lines) {
             line -= p.lines;
@@ -336,59 +341,92 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
 // compute capability 8.0 on (cp.async) the copy goes on while the thread does something else.
 template <typename T, int PACK>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* to) {
-    constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kDepth : 1;
+    constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
     const int64_t plane = int64_t(p.height) * p.width;
     const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first) * plane;
     const int channels = channels_of_stage(p, first);
-    for_each_pack<PACK>(p, padded(channels, kTensor) / kGroup, [&](int group, int line, int column) {
+    for_each_pack<PACK>(p, kTensor ? 1 : channels, [&](int first_channel, int line, int column) {
         const int row = tile.row - p.pad + line, image_column = tile.column - p.pad + column;
         const bool inside = unsigned(row) < unsigned(p.height) && unsigned(image_column) < unsigned(p.width);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-            const int channel = group * kGroup + i;
-            const bool exists = inside && channel < channels;
-            const T* const source = exists ? image + channel * plane + row * p.width + image_column : image;
+            const int channel = first_channel + i;
+            if (channel >= channels) break;
+            const T* const source = inside ? image + channel * plane + row * p.width + image_column : image;
             T* const target = to + (channel * p.lines + line) * kPitch + column;
-            if constexpr (kBytes >= 4) __pipeline_memcpy_async(target, source, kBytes, exists ? 0 : kBytes);
-            else *target = exists ? *source : from_float<T>(0.0f);
+            if constexpr (kBytes >= 4) __pipeline_memcpy_async(target, source, kBytes, inside ? 0 : kBytes);
+            else *target = inside ? *source : from_float<T>(0.0f);
         }
     });
     __pipeline_commit();
 }
-// What tensor cores multiply: 11 bits of the value.
-__device__ __forceinline__ float to_tf32(float v) {
-    unsigned rounded = 0;
-#if __CUDA_ARCH__ >= 800
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
-#endif
-    return __uint_as_float(rounded);
+// What tensor cores multiply: a number of 16 bits as it is; a float32 number as two pieces, see `multiply`.
+template <typename T> struct Multiplied { using Piece = T; };
+template <> struct Multiplied<float> { using Piece = __half; };
+template <typename T> constexpr int kPieces = sizeof(T) / 2;
+
+// By a block: the largest of the threads' values, none of them negative. With a __syncthreads.
+__device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
+    for (int distance = 16; distance > 0; distance /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
+    if (read_thread() % 32 == 0) shared.largest[read_thread() / 32] = value;
+    __syncthreads();
+    for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared.largest[warp]);
+    return value;
 }
-// Waits for the thread's own copies, and makes x of them.
+// The power of two that brings `largest` to 2^13 or more, but below 2^14. If `largest` is so close to zero that this is
+// beyond float32, then the largest power of two that has an inverse. NaN if `largest` is infinite.
+__device__ __forceinline__ float scale_for(float largest) {
+    constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // of a float's exponent
+    const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
+    return exponent < kInfinite ? __uint_as_float((kBias + 13 - exponent + kBias) << 23) : NAN;
+}
+__device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
+    hi = __float2half_rn(v);
+    lo = __float2half_rn(v - __half2float(hi));
+}
+
+// Waits for the thread's own copies, and makes x of them. Returns what 1 in x stands for. If x is pieces: with a
+// __syncthreads.
 template <typename T, int PACK>
-__device__ __forceinline__ void receive_x(const Arguments& p, int first, const T* raw, float* x) {
+__device__ __forceinline__ float receive_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first), image = p.lines * kPitch;
+    float unit = 1;
     if constexpr (kTensor) {
-        const int groups = padded(channels, true) / kDepth;
-        for_each_pack<PACK>(p, groups, [&](int group, int line, int column) {
-            const int pixel = line * kPitch + column;
-            Pack<T, PACK> packs[kDepth];
+        using Piece = typename Multiplied<T>::Piece;
+        const auto load = [&](int c, int pixel) {
+            return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * image + pixel) : Pack<T, PACK>();
+        };
+        float scale = 1;
+        if constexpr (kPieces<T> == 2) {
+            float largest = 0;
+            for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
 #pragma unroll
-            for (int c = 0; c < kDepth; ++c) {
-                packs[c] = *reinterpret_cast<const Pack<T, PACK>*>(raw + (group * kDepth + c) * image + pixel);
+                for (int c = 0; c < kStage; ++c) {
+                    const Pack<T, PACK> pack = load(c, line * kPitch + column);
+#pragma unroll
+                    for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
+                }
+            });
+            scale = scale_for(largest_of_block(largest, shared));
+            unit = __frcp_rn(scale);
+        }
+        for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
+            const int pixel = line * kPitch + column;
+            Pack<Piece, kStage> pieces[kPieces<T>][PACK];  // of a pixel's channels
+#pragma unroll
+            for (int c = 0; c < kStage; ++c) {
+                const Pack<T, PACK> pack = load(c, pixel);
+#pragma unroll
+                for (int i = 0; i < PACK; ++i) {
+                    if constexpr (kPieces<T> == 1) pieces[0][i].values[c] = pack.values[i];
+                    else split(pack.values[i] * scale, pieces[0][i].values[c], pieces[1][i].values[c]);
+                }
             }
 #pragma unroll
-            for (int i = 0; i < PACK; ++i) {
-                float hi[kDepth], lo[kDepth];
-#pragma unroll
-                for (int c = 0; c < kDepth; ++c) {
-                    const float full = to_float(packs[c].values[i]);
-                    hi[c] = sizeof(T) == 4 ? to_tf32(full) : full;
-                    lo[c] = to_tf32(full - hi[c]);
-                }
-                float4* const to = reinterpret_cast<float4*>(x) + group * image + pixel + i;
-                *to = make_float4(hi[0], hi[1], hi[2], hi[3]);
-                if (sizeof(T) == 4) to[groups * image] = make_float4(lo[0], lo[1], lo[2], lo[3]);
+            for (int i = 0; i < kPieces<T> * PACK; ++i) {
+                const int piece = i / PACK, own = i % PACK;
+                reinterpret_cast<Pack<Piece, kStage>*>(x)[piece * image + pixel + own] = pieces[piece][own];
             }
         });
     } else if constexpr (sizeof(T) == 2) {
@@ -398,6 +436,7 @@ __device__ __forceinline__ void receive_x(const Arguments& p, int first, const T
             for (int i = 0; i < PACK; ++i) x[at + i] = to_float(raw[at + i]);
         });
     }
+    return unit;
 }
 // copy_x and receive_x, by pairs of columns where rows begin at even places.
 template <typename T>
@@ -406,9 +445,8 @@ __device__ __forceinline__ void start_x(const Arguments& p, const Tile& tile, in
     else copy_x<T, 1>(p, tile, first, raw);
 }
 template <typename T>
-__device__ __forceinline__ void finish_x(const Arguments& p, int first, const T* raw, float* x) {
-    if (p.width % 2 == 0) receive_x<T, 2>(p, first, raw, x);
-    else receive_x<T, 1>(p, first, raw, x);
+__device__ __forceinline__ float finish_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
+    return p.width % 2 == 0 ? receive_x<T, 2>(p, first, raw, x, shared) : receive_x<T, 1>(p, first, raw, x, shared);
 }
 
 // The weight of output channel o, input channel `in` and a tap; for the gradient of x it is the turned kernel's.
@@ -420,28 +458,49 @@ __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, in
     return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[at]) : 0.0f;
 }
 // By a block: the tile's parameters, and the weights of input channels from `first` on: as (in, tap, out), or as
-// `multiply` reads them.
+// `multiply` reads them. Returns what 1 in a weight stands for. If weights are pieces: with a __syncthreads.
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ void load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
+__device__ __forceinline__ float load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
     const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first);
-    if (kTensor) {
-        const int slots = padded(channels, true) / kDepth * taps, steps = (slots + 1) / 2;
-        for (int i = threadIdx.x; i < p.outs / 16 * steps * 128; i += kThreads) {
-            const int lane = i / 4 % 32, slot = i / 128 % steps * 2 + i / 2 % 2;
+    float unit = 1;
+    if constexpr (kTensor) {
+        using Piece = typename Multiplied<T>::Piece;
+        const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
+        const auto load = [&](int i, int k) {  // weight k of pair i: both in a register of a lane
+            const int lane = i / 4 % 32, tap = i / 128 % steps * 2 + i / 2 % 2;
             const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
-            const int in = slot / taps * kDepth + lane % 4;
-            to[i] = slot < slots && in < channels ? weight_of<T, DIRECTION>(p, o, first + in, slot % taps) : 0.0f;
+            return tap < taps ? weight_of<T, DIRECTION>(p, o, first + lane % 4 * 2 + k, tap) : 0.0f;
+        };
+        float scale = 1;
+        if constexpr (kPieces<T> == 2) {
+            float largest = 0;
+            for (int i = int(read_thread()); i < 2 * pairs; i += kThreads)
+                largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
+            scale = scale_for(largest_of_block(largest, shared));
+            unit = __frcp_rn(scale);
+        }
+        for (int i = int(read_thread()); i < pairs; i += kThreads) {
+            const int own = i / 128 * 128 * kPieces<T> + i % 128;
+            Pack<Piece, 2> pieces[kPieces<T>];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                if constexpr (kPieces<T> == 1) pieces[0].values[k] = from_float<T>(load(i, k));
+                else split(load(i, k) * scale, pieces[0].values[k], pieces[1].values[k]);
+            }
+#pragma unroll
+            for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece, 2>*>(to)[own + n * 128] = pieces[n];
         }
     } else {
-        for (int i = threadIdx.x; i < channels * taps * p.outs; i += kThreads) {
+        for (int i = int(read_thread()); i < channels * taps * p.outs; i += kThreads) {
             const int in = i / p.outs / taps, tap = i / p.outs % taps;
             to[i] = weight_of<T, DIRECTION>(p, channel + i % p.outs, first + in, tap);
         }
     }
     const auto at = [](const void* values, int64_t i) { return to_float(static_cast<const T*>(values)[i]); };
-    const int i = threadIdx.x, o = channel + i;
-    if (DIRECTION == kInputGradient || i >= p.outs || o >= p.out_channels) return;
+    const int i = int(read_thread()), o = channel + i;
+    if (DIRECTION == kInputGradient || i >= p.outs || o >= p.out_channels) return unit;
     shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
+    return unit;
 }
 
 // By a thread: adds the products of `channels` input channels. x points to its first pixel, weights to its channels.
@@ -486,8 +545,8 @@ __device__ __forceinline__ void accumulate(
     }
 }
 
-// Four 8 x 4 matrices of 32-bit numbers; lane 8 i + j points at row j of matrix i, and gets column lane % 4 of row
-// lane / 4 of each.
+// Four 8 x 8 matrices of 16-bit numbers; lane 8 i + j points at row j of matrix i, and gets two neighbours of row
+// lane / 4 of each: columns 2 (lane % 4) and 2 (lane % 4) + 1.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -496,99 +555,117 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) 
         : "memory");
 #endif
 }
-// d += a b: 16 channels and 8 pixels, of 8 products each.
-__device__ __forceinline__ void mma(float (&d)[4], const float (&a)[4], uint32_t b0, uint32_t b1) {
+// d += a b: 16 channels and 8 pixels, of 16 products each.
+__device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1, __half) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
-        "r"(__float_as_uint(a[3])), "r"(b0), "r"(b1));
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 #endif
 }
-// What `accumulate` does, by a warp on tensor cores.
+__device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1, __nv_bfloat16) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#endif
+}
+// What `accumulate` does, by a warp on tensor cores. These multiply numbers of 16 bits exactly, and add the products up
+// in float32. x of float16 or bfloat16 is multiplied as it is.
 //
-// Tensor cores multiply numbers of 11 bits and float32's exponents (TF32) exactly, and add the products up in float32.
-// A float32 number is the sum of two of these, its pieces: hi is the nearest to it, lo the nearest to the rest. Then
-// x w = hi hi' + hi lo' + lo hi', but for lo lo', which is at most 2^-22 of it and of random sign. Numbers of 16 bits
-// have at most 11 bits of their own, and need one product. Tensor cores truncate their sums. For float32 those of each
-// step therefore begin at zero, with the small products, and are added to `sum`, which rounds.
+// A float32 number v has 24 bits, a float16 has 11. So v is taken as the sum of two float16, its pieces: hi is the
+// nearest to v, lo the nearest to v - hi. Then x w = hi hi' + hi lo' + lo hi': three products. What is left out,
+// lo lo', is at most 2^-22 of x w and of random sign. Tensor cores truncate their sums. For float32 those of each step
+// therefore begin at zero, with the small products, and are added to `sum`, which rounds.
 //
-// A slot is a tap of kDepth channels, and a step takes two slots. In x 16 bytes are kDepth channels of a pixel:
+// A float16 is a multiple of 2^-24, and below 2^16. The x of a tile is therefore first multiplied by a power of two, so
+// that the largest is between 2^13 and 2^14; and so are the weights. 1 in a product then stands for `unit`, the inverse
+// of both powers. A value of 2^-2 or more keeps 22 bits; a smaller one is wrong by up to 2^-25. So a sum of 72 products
+// is wrong by at most 72 (2^14 2^-25 + 2^14 2^-25) = 0.07 units, and by 0.001 as a rule. `mend` takes care of the tiles
+// where this may be seen in z.
 //
-//     x          (group of kDepth channels, line, column, channel), the hi of all, then the lo of all
-//     weights    (16 output channels, step, lane, 4): what mma takes of a lane
-//     offsets    of slots: bytes from a pixel to what the tap needs
-template <int PIECES>
-__device__ __forceinline__ void multiply(const Arguments& p, const float* x, const float* weights, const int* offsets,
-    int channels, float (&sum)[kChannels][kPixels]) {
-    const int groups = padded(channels, true) / kDepth, slots = groups * p.kernel * p.kernel;
-    const int lane = threadIdx.x % 32;
-    // This lane points ldmatrix at slot lane / 8 % 2: of hi, then of lo; or of eight pixels, then of the next eight.
-    const uint32_t own = uint32_t(__cvta_generic_to_shared(x)) + lane % 8 * 16 +
-        lane / 16 * (PIECES == 2 ? groups * p.lines * kPitch * 16 : 128);
+// A step takes two taps of kStage channels. In x 16 bytes are kStage channels of a pixel:
+//
+//     x          (piece, line, column, channel)
+//     weights    (16 output channels, step, piece, lane, register, 2): what mma takes of a lane
+//     offsets    of a tap: bytes from a pixel to the one that the tap needs
+template <typename T>
+__device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const uint4* weights, const int* offsets,
+    float unit, float (&sum)[kChannels][kPixels]) {
+    constexpr typename Multiplied<T>::Piece kPiece{};
+    constexpr int kCount = kPieces<T>;
+    const int steps = (p.kernel * p.kernel + 1) / 2, lane = threadIdx.x % 32;
+    // This lane points ldmatrix at tap lane / 8 % 2: of hi, then of lo; or of eight pixels, then of the next eight.
+    x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
 #pragma unroll 1
-    for (int slot = 0; slot < slots; slot += 2) {
-        const float4 four = *reinterpret_cast<const float4*>(weights + slot * 64);
-        float hi[4] = {four.x, four.y, four.z, four.w}, lo[4];
-        if (PIECES == 2) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float w = hi[i];
-                hi[i] = to_tf32(w);
-                lo[i] = to_tf32(w - hi[i]);
-            }
-        }
-        const uint32_t at = own + (slot + lane / 8 % 2 < slots ? offsets[slot] : 0);
+    for (int step = 0; step < steps; ++step) {
+        const uint4 hi = weights[step * kCount * 32], lo = weights[step * kCount * 32 + (kCount - 1) * 32];
+        const uint32_t at = x + offsets[2 * step];
         constexpr int kTiles = 2;  // of 8 pixels each, whose products do not wait for each other
 #pragma unroll
         for (int j = 0; j < kPixels / 2; j += kTiles) {
-            uint32_t b[kTiles][2 * PIECES];
+            uint32_t b[kTiles][2 * kCount];
             float part[kTiles][4];
 #pragma unroll
-            for (int t = 0; t < kTiles; t += 3 - PIECES) {
+            for (int t = 0; t < kTiles; t += 3 - kCount) {
                 uint32_t four[4];
                 load_matrices(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) b[t + i / (2 * PIECES)][i % (2 * PIECES)] = four[i];
+                for (int i = 0; i < 4; ++i) b[t + i / (2 * kCount)][i % (2 * kCount)] = four[i];
             }
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) part[t][i] = PIECES == 2 ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
+                for (int i = 0; i < 4; ++i) part[t][i] = kCount == 2 ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
             }
-            if (PIECES == 2) {
+            if (kCount == 2) {
 #pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma(part[t], lo, b[t][0], b[t][1]);
+                for (int t = 0; t < kTiles; ++t) mma(part[t], lo, b[t][0], b[t][1], kPiece);
 #pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][2 * PIECES - 2], b[t][2 * PIECES - 1]);
+                for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][2 * kCount - 2], b[t][2 * kCount - 1], kPiece);
             }
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][0], b[t][1]);
+            for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][0], b[t][1], kPiece);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float& own_sum = sum[i / 2][2 * (j + t) + i % 2];
-                    own_sum = PIECES == 2 ? own_sum + part[t][i] : part[t][i];
+                    float& own = sum[i / 2][2 * (j + t) + i % 2];
+                    own = kCount == 2 ? fmaf(part[t][i], unit, own) : part[t][i];
                 }
             }
         }
     }
 }
-// By a thread, after the convolution: if one of its values is not finite, all of them in float32, from device memory.
-// The pieces of an infinite number have NaN as the sum of their products; and a slot that does not exist, or a zero
-// around the image, times an infinite weight is NaN. Here what lies outside the image takes no part.
+// By a thread, after the convolution: if it was not right, all of the thread's values in float32, from device memory.
+// - One of them is not finite. The pieces of an infinite number have NaN as the sum of their products; and a tap that
+//   does not exist, or a zero around the image, times an infinite weight is NaN. Here what lies outside the image takes
+//   no part.
+// - The unit of float32's pieces is large. With kMostUnit z = h scale is wrong by 2^-20 at most, and by 2^-27 as a
+//   rule: less than float32's own rounding of a z of 1. So large x and weights saturate a sigmoid anyway. The gradient
+//   of x is not z: it may be wrong by 2^-30 of the largest gradient in its tile.
+constexpr float kMostUnit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ void mend(const Arguments& p, const Tile& tile, float (&h)[kChannels][kPixels]) {
+__device__ __forceinline__ void mend(
+    const Arguments& p, const Tile& tile, const Shared& shared, float unit, float (&h)[kChannels][kPixels]) {
+    constexpr bool padded = DIRECTION == kInputGradient;
+    const Place place(p);
     float zero = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) zero = fmaf(h[i / kPixels][i % kPixels], 0.0f, zero);
-    if (zero == 0) return;
-    constexpr bool padded = DIRECTION == kInputGradient;
+    bool right = zero == 0;
+    if constexpr (!padded && kPieces<T> == 2) {
+#pragma unroll
+        for (int o = 0; o < kChannels; ++o) {
+            const float scale = fmaxf(fabsf(shared.parameters[place.channel + o * kChannelStep].y), 1.0f);
+            right &= unit * scale <= kMostUnit;
+        }
+    }
+    if (right) return;
     const Pixels pixels(p, tile);
-    const Place place(p);
     const int taps = p.kernel * p.kernel;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] = 0;
@@ -619,13 +696,13 @@ __device__ __forceinline__ void mend(const Arguments& p, const Tile& tile, float
 // By a block, between two __syncthreads: h += the convolution of the stage's input channels.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* x, const float* weights,
-    const Shared& shared, int channels, float (&h)[kChannels][kPixels]) {
+    const Shared& shared, int channels, float unit, float (&h)[kChannels][kPixels]) {
     const Place place(p);
     if constexpr (kTensor) {
-        constexpr int kPieces = sizeof(T) == 4 ? 2 : 1;
-        const int steps = (padded(channels, true) / kDepth * p.kernel * p.kernel + 1) / 2;
-        const float* const own = weights + (place.channel / 16 * steps * 32 + threadIdx.x % 32) * 4;
-        multiply<kPieces>(p, x + place.row * kPitch * kDepth, own, shared.offsets, channels, h);
+        const int steps = (p.kernel * p.kernel + 1) / 2 * kPieces<T>;
+        const uint4* const own = reinterpret_cast<const uint4*>(weights) + place.channel / 16 * steps * 32;
+        const uint32_t rows = uint32_t(__cvta_generic_to_shared(x)) + place.row * kPitch * 16;
+        multiply<T>(p, rows, own + threadIdx.x % 32, shared.offsets, unit, h);
     } else {
         x += place.row * kPitch + place.column;
         if (p.kernel == 3) accumulate<3>(p, x, weights + place.channel, channels, h);
@@ -657,7 +734,7 @@ __device__ __forceinline__ float sum_of_lanes(float (&values)[2 * kChannels]) {
 
 // By a warp, of a channel c for each lane: the sums of the block's warps, that is of v and v^2.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Shared& shared, int c) {
-    const int warps = kWarps * kWarpChannels / p.outs, first = c / kWarpChannels * warps;  // that have the channel
+    const int warps = 1 << (kBlockLog2 - p.outs_log2), first = c / kWarpChannels * warps;  // that have the channel
     const int own = c % kWarpChannels;
     double2 all = {};
     for (int warp = first; warp < first + warps; ++warp) {
@@ -697,13 +774,14 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
         shared.channels[lane] = all;
     }
     __syncwarp();
-    const int group = tile.channel / p.group_channels + lane, first = group * p.group_channels;
+    const int group = tile.group + lane, first = group * p.group_channels;
     if (first < tile.channel + end) {
         double2 all = {};
         for (int c = max(first - tile.channel, 0); c < min(first + p.group_channels - tile.channel, end); ++c) {
             all = {all.x + shared.channels[c].x, all.y + shared.channels[c].y};
         }
-        partials_of(p, tile.sample, group, tile.channel / outs - first / outs)[tile.pixel_tile] = all;
+        const int part = (tile.channel >> p.outs_log2) - (first >> p.outs_log2);
+        partials_of(p, tile.sample, group, part)[tile.pixel_tile] = all;
     }
     if (p.mode != kWait) return;
     __threadfence();
@@ -721,14 +799,15 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 // By a block: the totals of the tile's groups, a warp for each, and from them what finish needs of each channel.
 template <bool BACKWARD>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = threadIdx.x % 32, outs = p.outs, end = min(tile.channel + outs, p.out_channels);
-    for (int group = tile.channel / p.group_channels + threadIdx.x / 32; true; group += kWarps) {
+    const int lane = threadIdx.x % 32, end = min(tile.channel + p.outs, p.out_channels);
+    for (int group = tile.group + threadIdx.x / 32; true; group += kWarps) {
         const int first = group * p.group_channels, last = first + p.group_channels - 1;
         if (first >= end) return;
         const double2* const partials = partials_of(p, tile.sample, group, 0);
         double2 all = {};
+        const int parts = (last >> p.outs_log2) - (first >> p.outs_log2) + 1;
 #pragma unroll 4
-        for (int i = lane; i < (last / outs - first / outs + 1) * p.pixel_tiles; i += 32) {
+        for (int i = lane; i < parts * p.pixel_tiles; i += 32) {
             const double2 one = __ldcg(partials + i);
             all = {all.x + one.x, all.y + one.y};
         }
@@ -819,14 +898,18 @@ __device__ __forceinline__ void sum_values(
 }
 // By a warp, with tensor cores: its 16 channels of a row at a time go through shared memory, so that a store writes 128
 // bytes of a channel instead of 32. `way` is the warp's own part.
-template <typename T, int PACK>
+template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* way) {
-    constexpr int kLanes = kColumns / PACK;  // that write a channel's row
-    const int lane = threadIdx.x % 32, first = pixels.channel / 16 * 16;
-    const int row = tile.row + Place(p).row, column = tile.column + lane % kLanes * PACK;
-    T* to = static_cast<T*>(p.out) + (int64_t(tile.sample) * p.out_channels + tile.channel + first) * pixels.plane;
-    to += int64_t(lane / kLanes) * pixels.plane + int64_t(row) * p.columns + column;
+    constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes that write a channel's row; such rows
+    const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, own = lane / kLanes;
+    const int row = tile.row + Place(p).row, column = tile.column + lane % kLanes * 2;
+    const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first to the image's last
+    const int channels = p.out_channels - tile.channel - first - own;
+    const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + own) * pixels.plane;
+    T* const to = static_cast<T*>(p.out) + of_channel + int64_t(row) * p.columns + column;
+    const int64_t step = int64_t(kAtOnce) * pixels.plane;
+    const bool even = p.columns % 2 == 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         __syncwarp();
@@ -840,16 +923,20 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
                 fmaf(v[o][pixel] - n.mean, n.factor, n.offset), fmaf(v[o][pixel + 1] - n.mean, n.factor, n.offset));
         }
         __syncwarp();
-        const bool valid = row + r < p.rows && column < p.columns;
+        float2 pairs[16 / kAtOnce];
 #pragma unroll
-        for (int c = 0; c < 16; c += PACK) {
-            const float* const from = way + (c + lane / kLanes) * kOutPitch + lane % kLanes * PACK;
-            const Pack<float, PACK> pack = *reinterpret_cast<const Pack<float, PACK>*>(from);
-            Pack<T, PACK> out;
+        for (int c = 0; c < 16; c += kAtOnce) {
+            pairs[c / kAtOnce] = *reinterpret_cast<const float2*>(way + (c + own) * kOutPitch + lane % kLanes * 2);
+        }
+        if (r >= rows) continue;
+        T* at = to + r * p.columns;
 #pragma unroll
-            for (int i = 0; i < PACK; ++i) out.values[i] = from_float<T>(pack.values[i]);
-            const bool exists = valid && first + c + lane / kLanes < p.out_channels - tile.channel;
-            if (exists) *reinterpret_cast<Pack<T, PACK>*>(to + int64_t(c) * pixels.plane + r * p.columns) = out;
+        for (int c = 0; c < 16; c += kAtOnce) {
+            const Pack<T, 2> pack = {from_float<T>(pairs[c / kAtOnce].x), from_float<T>(pairs[c / kAtOnce].y)};
+            if (c < channels && even) *reinterpret_cast<Pack<T, 2>*>(at) = pack;
+            if (c < channels && !even) at[0] = pack.values[0];
+            if (c < channels && !even && column + 1 < p.columns) at[1] = pack.values[1];
+            at += step;
         }
     }
 }
@@ -859,9 +946,8 @@ __device__ __forceinline__ void write_values(
     const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* way) {
     const Pixels pixels(p, tile);
     if constexpr (kTensor) {
-        way += threadIdx.x / 32 * 16 * kOutPitch;
-        if (p.columns % 2 == 0) write_rows<T, 2>(p, tile, v, pixels, shared, way);
-        else write_rows<T, 1>(p, tile, v, pixels, shared, way);
+        way += read_thread() / 32 * 16 * kOutPitch;
+        write_rows<T>(p, tile, v, pixels, shared, way);
         __syncthreads();  // x comes there again
     } else {
 #pragma unroll
@@ -978,7 +1064,7 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const Shared& share
     }
 }
 template <typename T, Direction DIRECTION>
-__global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __grid_constant__ Arguments p) {
+__global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(const __grid_constant__ Arguments p) {
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
@@ -987,17 +1073,19 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
     T* const raw = reinterpret_cast<T*>(kRaw ? weights + max(p.weight_sets, 1) * p.weight_floats : x);
     const auto warp = [] { return int(read_thread() / 32); };
     if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
-    if (kTensor && threadIdx.x <= kMostSlots) {
-        const int taps = p.kernel * p.kernel, tap = threadIdx.x % taps;
-        const int line = threadIdx.x / taps * p.lines + tap / p.kernel;
-        shared.offsets[threadIdx.x] = (line * kPitch + tap % p.kernel) * kDepth * 4;
+    if (kTensor && threadIdx.x <= kMostTaps) {
+        const int tap = threadIdx.x < p.kernel * p.kernel ? threadIdx.x : 0;
+        shared.offsets[threadIdx.x] = (tap / p.kernel * kPitch + tap % p.kernel) * 16;
     }
     if (DIRECTION == kInputGradient && threadIdx.x < kMostOuts) shared.norm[threadIdx.x] = {0, 1, 0};
     __syncthreads();
     start_x<T>(p, shared.tiles[0], 0, raw);
     for (int set = 0; set < p.weight_sets; ++set) {
-        load_weights<T, DIRECTION>(p, 0, set * p.stage, weights + set * p.weight_floats, shared);
+        __syncthreads();
+        float* const of_stage = weights + set * p.weight_floats;
+        shared.weight_units[set] = load_weights<T, DIRECTION>(p, 0, set * p.stage, of_stage, shared);
     }
+    __syncthreads();
     for (int place = 0; shared.tiles[place].item < p.items; place = 1 - place) {  // the tiles' places take turns
         const Tile& tile = shared.tiles[place];
         Tile& next = shared.tiles[1 - place];
@@ -1006,18 +1094,22 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
             prefetch_gradients<T>(p, tile);
         }
         float h[kChannels][kPixels] = {};
+        float largest_unit = 0;  // of the tile's stages
         for (int first = 0; first < p.in_channels; first += p.stage) {
             float* const of_stage = p.weight_sets > 0 ? weights + first / p.stage * p.weight_floats : weights;
             if (first > 0 || p.weight_sets == 0) __syncthreads();
             if (first > 0 && !kRaw) start_x<T>(p, tile, first, raw);
-            if (p.weight_sets == 0) load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
-            finish_x<T>(p, first, raw, x);
+            float unit = p.weight_sets > 0 ? shared.weight_units[first / p.stage]
+                                           : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
+            if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
+            unit *= finish_x<T>(p, first, raw, x, shared);
+            largest_unit = fmaxf(largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) start_x<T>(p, tile, first + p.stage, raw);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), h);
+            convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), unit, h);
         }
         if (threadIdx.x == 0) next.set(p, tile.item + gridDim.x);
-        if constexpr (kTensor || DIRECTION == kInputGradient) mend<T, DIRECTION>(p, tile, h);
+        if constexpr (kTensor || DIRECTION == kInputGradient) mend<T, DIRECTION>(p, tile, shared, largest_unit, h);
         if (DIRECTION == kInputGradient) {
             __syncthreads();
             if (next.item < p.items) start_x<T>(p, next, 0, raw);
@@ -1064,7 +1156,8 @@ static Arguments plan(const int64_t* sizes) {
     p.rows = p.height + 2 * p.pad - p.kernel + 1;
     p.columns = p.width + 2 * p.pad - p.kernel + 1;
     p.share = 1.0 / (double(p.group_channels) * p.rows * p.columns);
-    p.outs = p.out_channels <= 16 ? 16 : kMostOuts;
+    p.outs_log2 = p.out_channels <= 16 ? 4 : 5;
+    p.outs = 1 << p.outs_log2;
     p.channel_tiles = (p.out_channels + p.outs - 1) / p.outs;
     p.parts = p.outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * p.outs - 2) / p.outs;
     p.tile_rows = kThreads * kValues / p.outs / kColumns;
@@ -1099,21 +1192,20 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     const bool tensor = uses_tensor_cores(attributes.ptxVersion);
     const auto bytes_of = [&](int stage) {
         p.stage = stage;
-        const int channels = padded(stage, tensor), image = p.lines * kPitch, taps = p.kernel * p.kernel;
-        const int pieces = tensor && sizeof(T) == 4 ? 2 : 1;
-        p.x_floats = std::max(channels * image * pieces, tensor ? kOutFloats : 0);
-        p.weight_floats = p.outs * (tensor ? (channels / kDepth * taps + 1) / 2 * 2 * kDepth : channels * taps);
-        const int raw = tensor || sizeof(T) == 2 ? channels * image : 0;
+        const int image = p.lines * kPitch, taps = p.kernel * p.kernel;
+        p.x_floats = tensor ? std::max(image * 4 * kPieces<T>, kOutFloats) : image * stage;
+        p.weight_floats = p.outs * (tensor ? (taps + 1) / 2 * 8 * kPieces<T> : taps * stage);
+        const int raw = tensor || sizeof(T) == 2 ? stage * image : 0;
         return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
     };
-    int bytes = bytes_of(std::min(kStage, padded(p.in_channels, tensor)));
+    int bytes = bytes_of(tensor ? kStage : std::min(kStage, p.in_channels));
     // Each block also has `Shared`, and 1 KiB that CUDA reserves.
-    while (p.stage > (tensor ? kDepth : 1) && 2 * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
+    while (!tensor && p.stage > 1 && kBlocks * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
         bytes = bytes_of(p.stage / 2);
     }
     const int stages = (p.in_channels + p.stage - 1) / p.stage, others = 4 * p.weight_floats * (stages - 1);
-    const bool fit = stages == 1 || 2 * (bytes + others + int(sizeof(Shared)) + 1024) <= of_sm;
-    p.weight_sets = p.channel_tiles == 1 && fit ? stages : 0;
+    const bool fit = stages == 1 || kBlocks * (bytes + others + int(sizeof(Shared)) + 1024) <= of_sm;
+    p.weight_sets = p.channel_tiles == 1 && stages <= kMostSets && fit ? stages : 0;
     if (p.weight_sets > 0) bytes += others;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) {
