@@ -15,9 +15,9 @@ once, the slice is kept in registers in between (backward, g's too). Of how many
     up to what all of a GPU's blocks hold      several blocks, which wait for each other's sums
     any other, or where blocks cannot wait     not at all: two reads, one write
 
-x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, at 31c89f9 by
-`python harness.py instance_norm --backward`: forward 4.19 ms, 1.97x eager; with backward 11.3 ms, 1.64x; in bfloat16
-2.18 and 5.99 ms, 3.15x and 2.53x. What is compiled for compute capability 8.0 takes as long there.
+x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
+harness.py instance_norm --backward`: forward 4.16 ms, 1.97x eager; with backward 11.3 ms, 1.64x; in bfloat16 2.16 and
+5.95 ms, 3.11x and 2.49x. What is compiled for compute capability 8.0 takes as long there.
 """
 
 import contextlib

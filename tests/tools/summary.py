@@ -25,9 +25,6 @@ MACHINES = {  # of results/, the first one that has a record is shown first
     "h100_as_8.0": "H100, compiled for 8.0",
     "h200_as_8.0": "H200, compiled for 8.0",
     "cpu": "CPU",
-    # of the kernel files as they were at a commit
-    "at_6690644/h200": "H200, at 6690644",
-    "at_6690644/h200_as_8.0": "H200, at 6690644, compiled for 8.0",
 }
 DIRECTIONS = {
     "forward": "forward",
