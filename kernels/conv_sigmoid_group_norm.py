@@ -644,7 +644,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 // - One of them is not finite. The pieces of an infinite number have NaN as the sum of their products; and a tap that
 //   does not exist, or a zero around the image, times an infinite weight is NaN. Here what lies outside the image takes
 //   no part.
-// - The unit of float32's pieces is large. With kMostUnit, and 72 products a sum, z = h scale is wrong by at most 2^-20,
+// - The unit of float32's pieces is large. At kMostUnit, with 72 products a sum, z = h scale is wrong by at most 2^-20,
 //   and by 2^-27 as a rule: less than float32's own rounding of a z of 1. So large x and weights saturate a sigmoid
 //   anyway. The gradient of x is not z: with 288 products a sum it is wrong by at most 2^-28 of the tile's largest dh
 //   times the largest weight.
