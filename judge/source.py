@@ -129,7 +129,9 @@ def set_precision(level: str) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+    """What it says; of a lack of memory the first sentence, behind which are ten lines of figures."""
+    said = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+    return said.partition(". ")[0] if isinstance(error, torch.OutOfMemoryError) else said
 
 
 def build_failure(error: BaseException) -> str | None:
