@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -159,7 +160,8 @@ def judge_all(asked: argparse.Namespace) -> None:
 
 
 def table(folder: Path, out: Path) -> list[str]:
-    """A row a candidate; words.json, where there is one, says in words what was found by reading it."""
+    """A row a candidate; words.json, where there is one, says in words what was found by reading it, of one that is
+    right beside the judge's reasons why it is no drop-in."""
     published = json.loads((folder / "published.json").read_text())
     words = json.loads((out / "words.json").read_text()) if (out / "words.json").exists() else {}
     records = {name: record_of(out, name) for name in sorted(published)}
@@ -167,8 +169,11 @@ def table(folder: Path, out: Path) -> list[str]:
     for name, record in records.items():
         ours = (f"{record['speedup'][each]:.2f}" if each in record["speedup"] else "-" for each in BASELINES)
         theirs = ", ".join(f"{published[name][each]:.2f}" for each in BASELINES if published[name][each])
-        why = words.get(name) or "; ".join(record["why"])[:MOST_WORDS]
-        why = why.replace("|", "/").replace("\n", " ")
+        said = "; ".join(record["why"])[:MOST_WORDS]
+        why = words.get(name) or said
+        if record["status"] == "right" and name in words:
+            why += f". No drop-in: {said}"
+        why = re.sub(r" at 0x\w+", "", why).replace("|", "/").replace("\n", " ")
         rows.append(f"| {name} | {record['status']} | {' | '.join(ours)} | {theirs} | {why} |")
     return [*totals(records, published), "", *rows]
 
