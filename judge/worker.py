@@ -135,6 +135,11 @@ def kept_by(module: torch.nn.Module) -> list:
     return [x for each in module.modules() for x in tree_leaves([*vars(each).values()])]
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """It keeps a function of torch.compile."""
+    return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept_by(module))
+
+
 def settle(device: str) -> None:
     """Waits for the GPU, and gives unused memory back to it: the other processes need it."""
     if device == "cuda":
@@ -202,7 +207,7 @@ class Contender:
             except Exception as error:
                 lacks.append(f"cannot be pickled: {last_line(error)}")
         self.modules = [None, made]
-        if any(hasattr(x, "_torchdynamo_orig_callable") for x in kept_by(made)):
+        if is_compiled(made):
             lacks.append(
                 "keeps a function of torch.compile: a copy.deepcopy of it computes with the original's weights"
             )
@@ -258,7 +263,7 @@ class Contender:
                 self.said += self.switches.put_back()
         if MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
-            module._apply(unaligned)
+            module._apply(torch.clone if is_compiled(module) else unaligned)  # torch.compile takes aligned ones alone
             for memory in old:
                 memory.fill_(float("nan"))
         for p in module.parameters():
