@@ -1,5 +1,7 @@
 """The direct convolution of conv_sigmoid_group_norm on a CPU, at its edges, and 16 bits there."""
 
+import os
+
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
@@ -167,10 +169,11 @@ EDITS = {
 @pytest.mark.parametrize("edits", [*EDITS, "all"])
 def test_another_activation_is_written_in_three_places_or_told_of(edits, tmp_path):
     text = source(STEM)
+    if any(text.count(old) != 1 for old, _ in EDITS.values()):
+        assert not os.environ.get("CI"), "EDITS has other lines than the kernel file"
+        pytest.skip("the activation is no longer the sigmoid that EDITS replaces")
     for name in EDITS if edits == "all" else [edits]:
-        old, new = EDITS[name]
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+        text = text.replace(*EDITS[name])
     (tmp_path / "edited.py").write_text(text)
     script = """
 sys.path.insert(0, "")

@@ -165,7 +165,11 @@ def test_second_derivatives_are_the_models(case, device):
         total = sum((grad * weights_of_the_sum(grad)).sum() for grad in first)
         return torch.autograd.grad(total, [*tensors.values(), weights], allow_unused=True)
 
-    expected = second(in_float64(model), [t.double() for t in inputs])
+    try:
+        expected = second(in_float64(model), [t.double() for t in inputs])
+    except RuntimeError as failed:
+        assert "is not implemented" in str(failed)
+        pytest.skip(f"the Model has no second derivatives: {failed}")
     for ours, right in zip(second(new, inputs), expected, strict=True):
         if ours is not None or right is not None:
             torch.testing.assert_close(ours.double(), right, rtol=1e-3, atol=1e-3 * right.abs().max().item())
