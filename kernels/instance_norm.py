@@ -5,19 +5,23 @@
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
 over each slice of H x W values; var is biased. The kernels take float32, float16 and bfloat16 on a GPU of compute
-capability 7.5 or more, and on a CPU float32 without gradients, of a norm without hooks (see `fits`); everything else is
-PyTorch's instance_norm.
+capability 7.5 or more, which `fits` does not check, and on a CPU float32 without gradients. The norm must have no hooks
+(see `fits`). Everything else is left to PyTorch's instance_norm.
 
-A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
-once, the slice is kept in registers in between (backward, g's too). Of how many threads depends on its size:
+A slice's statistics must be complete before its first output can be written, so every value is used twice. So that DRAM
+is read once, threads keep the slice in registers from the first use to the second; the backward keeps the slice of g,
+too. How many threads share a slice depends on its size:
 
-    up to 64 KiB (backward 32)                 a group of 1 to 512 threads
-    up to what all of a GPU's blocks hold      several blocks, which wait for each other's sums
-    any other, or where blocks cannot wait     not at all: two reads, one write
+    up to 64 KiB of x (backward 32)        a group of 1 to 512 threads
+    up to 20.6 MiB (10.3) on an H200       several blocks, which wait for each other's sums (benchmark: 1 MiB)
+    larger, or where blocks cannot wait    not kept: the input is read twice, the output written once
+
+20.6 MiB are 264 blocks of 256 threads with 20 packs of 16 bytes each. Slices that are no multiple of 16 bytes must be a
+little smaller. Blocks can wait if all of them are resident at once.
 
 x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
-harness.py instance_norm --backward`: forward 4.16 ms, 1.97x eager; with backward 11.3 ms, 1.64x; in bfloat16 2.16 and
-5.95 ms, 3.11x and 2.49x. What is compiled for compute capability 8.0 takes as long there.
+harness.py instance_norm --backward`: in bfloat16 forward 2.16 ms, 3.11x eager; with backward 5.95 ms, 2.49x. In float32
+with half of that batch 2.08 ms, 1.96x, and 5.63 ms, 1.64x. Compiled for 8.0 and run on the same GPU it takes as long.
 """
 
 import contextlib
@@ -50,18 +54,19 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. All kernels move packs: V values in 16 bytes, 16-byte aligned. A slice of n values, n not a multiple of V, is
-// RAGGED: it may begin and end within a pack, whose other values belong to its neighbours.
+// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. A slice of n values, n
+// not a multiple of V, is RAGGED: it may begin and end within a pack, whose other values belong to neighbouring slices.
+// Threads load such a pack whole, leave the neighbours' values out of the sums, and store only the slice's own values.
+// Slice 1 of slices of 10 float32 values (V = 4), x being its values and . those of its neighbours:
 //
-//      place      0              1              2              3           slices of 10 float32 values: V = 4
-//      pack  [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
-//              slice 0 | slice 1: head = 2, places = 3, ours(0) = 0b1100
-//
-// Whole packs are loaded; the neighbours' values are left out of the sums, and are not written.
+//      place            0              1              2
+//      pack      [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
+//              slice 0 | slice 1                             | slice 2
+//                      head = 2, places = 3, tail = 4, ours(0) = 0b1100
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 template <typename T> struct alignas(16) Pack { T value[kPack<T>]; };
-// What is at one place of a slice: a pack of x and, in the backward (OPERANDS = 2), one of g.
+// The contents of one place of a slice: a pack of x and, in the backward (OPERANDS = 2), one of g.
 template <typename T, int OPERANDS> struct Place { Pack<T> of[OPERANDS]; };
 
 template <typename T> struct Task {
@@ -74,6 +79,8 @@ template <typename T> struct Task {
     cudaStream_t stream;
 };
 
+// The calling thread copies 16 bytes to shared memory. From compute capability 8.0 on the copy runs while the thread
+// continues, until it calls wait_for_copies(). Before 8.0 it is an ordinary load and store.
 __device__ __forceinline__ void copy_async(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
@@ -92,10 +99,12 @@ template <typename T, int OPERANDS, bool RAGGED> struct Slice {
     static constexpr int V = kPack<T>;
     static constexpr unsigned kAll = (1u << V) - 1;
     const Task<T>& task;
-    int64_t base = 0;  // the first value of place 0
+    // base: the index in the tensor of place 0's first value. head: how many of place 0's values belong to earlier
+    // slices. tail: how many of the last place's values lie before this slice's end.
+    int64_t base = 0;
     int head = 0, places = 0, tail = V;
 
-    // Without places if there is no such slice.
+    // Past the last slice places = 0: the thread loads and stores nothing, but joins every shuffle and barrier.
     __device__ Slice(const Task<T>& task, int64_t index) : task(task) {
         if (index >= task.slices) return;
         const int64_t begin = index * task.n;
@@ -116,7 +125,8 @@ template <typename T, int OPERANDS, bool RAGGED> struct Slice {
     template <bool ASYNC = false> __device__ void load(Pack<T>& to, int o, int p) const {
         const int64_t at = base + int64_t(p) * V;
         const T* const from = task.from[o] + at;
-        if (RAGGED && at + V > task.slices * task.n) {  // the tensor's last pack: it ends within it
+        if (RAGGED && at + V > task.slices * task.n) {
+            // The tensor ends inside this pack: load only the values that exist. ours() masks the others.
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 if (at + i < task.slices * task.n) to.value[i] = from[i];
@@ -141,8 +151,8 @@ template <typename T, int OPERANDS, bool RAGGED> struct Slice {
     }
 };
 
-// Tells the compiler that the packs may have changed. Else it keeps their values, converted to float, from the sums to
-// the output, and spills them.
+// Makes the compiler believe that the packs changed. Otherwise it keeps their values, converted to float, from the sums
+// until the output. That takes more registers than there are, so it spills them.
 template <typename T, int OPERANDS, int N> __device__ __forceinline__ void hide(Place<T, OPERANDS> (&held)[N]) {
     uint4* const words = reinterpret_cast<uint4*>(held);
 #pragma unroll
@@ -153,8 +163,10 @@ template <typename T, int OPERANDS, int N> __device__ __forceinline__ void hide(
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums, and the output. A slice is described by sums of d, d * d and, in the backward, e and d * e, where d = x - a and
-// e = g - b for some a and b close to x and g: then nothing cancels, also if x = 10000 + noise.
+// e = g - b. a and b are floats near x and g, so that subtracting the means later loses little, also of 10000 + noise.
 
+// Adds to `sum` the d (and e) of those values of a place that belong to the slice. It adds them up within the pack
+// first, and then once to the thread's sum, so that fewer roundings follow each other.
 template <typename T, int OPERANDS> __device__ __forceinline__ void add_distances(
     float* sum, const Place<T, OPERANDS>& place, unsigned ours, const float (&centre)[OPERANDS]) {
     float some[OPERANDS] = {};
@@ -167,7 +179,7 @@ template <typename T, int OPERANDS> __device__ __forceinline__ void add_distance
 #pragma unroll
     for (int o = 0; o < OPERANDS; ++o) sum[o] += some[o];
 }
-// d, d * d, e, d * e, of a place's values that are ours.
+// In the same way adds d, d * d and, in the backward, e and d * e.
 template <typename T, int OPERANDS> __device__ __forceinline__ void add_products(
     float* sum, const Place<T, OPERANDS>& place, unsigned ours, const float (&centre)[OPERANDS]) {
     float some[2 * OPERANDS] = {};
@@ -187,8 +199,11 @@ template <typename T, int OPERANDS> __device__ __forceinline__ void add_products
     for (int k = 0; k < 2 * OPERANDS; ++k) sum[k] += some[k];
 }
 
-// y = (x - mean) * rstd, or dx = (g - mean(g) - (x - mean) * slope) * rstd, slope = rstd^2 * covariance. A mean is the
-// sum of centre, a float, and lo: x - centre is nearly exact.
+// What is computed from a slice's sums, and with it each output. A mean is the sum of a float near it, centre[0] of x
+// and centre[1] of g, and a small rest, x_lo and g_lo. Near the mean x - centre[0] is nearly exact.
+//     y  = (x - centre[0]) * rstd + rest                                    rest = -x_lo * rstd
+//     dx = ((g - centre[1]) - (x - centre[0]) * slope + rest) * rstd        rest = x_lo * slope - g_lo
+// with slope = rstd^2 * covariance, which the forward does not set.
 template <int OPERANDS> struct Norm {
     float centre[OPERANDS], rstd, slope, rest;
 
@@ -219,19 +234,25 @@ template <int OPERANDS> struct Norm {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Slices of up to 4096 places (backward 2048) are held in registers by a group of 1 to 512 threads, a power of two. A
-// thread holds ITEMS places of each of SLICES slices: of tiny slices one place of two, so that enough bytes are in
-// flight however small they are; else four or eight places of one. All is in float: first the mean, as the slice's
-// first value plus the mean distance from it; then sums around that mean, which also give what rounding left out of it.
+// thread holds ITEMS places of each of SLICES slices. If slices have up to 16 places, it holds one place of each of two
+// slices, so that enough bytes are in flight however small they are; else four or eight places of one slice.
+// All is computed in float, in two sweeps over the registers. The first gives the mean: the slice's first value plus
+// the mean difference from it. The second gives the sums around that mean; the sum of d, which should be 0, tells what
+// rounding left out of the mean.
 
 constexpr int kMaxGroup = 512;
 
-// Adds up each of COUNT values over a group. All of its threads get the same bits.
+// Adds up each of COUNT values over `lanes` neighbouring lanes. All of them get the same bits, since in every step two
+// lanes exchange their values, and a + b = b + a.
 template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int lanes) {
     for (int offset = 1; offset < lanes; offset *= 2) {
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) value[k] += __shfl_xor_sync(~0u, value[k], offset);
     }
 }
+// The same over a group of whole warps, called by all threads of the block. Lane 0 of each warp stores the warp's sums;
+// after the barrier the threads read those of their group's warps, the first of which is `first`. A kernel may call it
+// once for each COUNT, which has its own of_warp: a second call could overwrite what a slow warp still reads.
 template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int group) {
     __shared__ float of_warp[kMaxGroup / 32][COUNT];
     const int warps = group / 32, first = (threadIdx.x & -group) / 32;
@@ -246,15 +267,18 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
     add_over_lanes(value, warps);
 }
 
+// An SM has room for 3 blocks of 512 threads (40 registers each) forward if slices are tiny, else for 2 (64 registers).
 template <typename T, int OPERANDS, int SLICES, int ITEMS, bool RAGGED>
 __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     norm_in_registers(const Task<T> task, int group) {
     constexpr int SUMS = 2 * OPERANDS;
+    // groups: of this block. member: this thread's number in its group, whose SLICES slices are first, first + groups.
     const int groups = blockDim.x / group, member = threadIdx.x & (group - 1);
     const int64_t first = int64_t(blockIdx.x) * groups * SLICES + threadIdx.x / group;
     Place<T, OPERANDS> held[SLICES][ITEMS];
     Norm<OPERANDS> norm[SLICES];
-    // Calls use(slice, s, place, p) for each place that this thread holds: number p of the slice, its s-th.
+    // Calls use(slice, s, place, p) for each place that this thread holds: place p of its s-th slice. Skips places and
+    // slices that do not exist.
     const auto each = [&](const auto& use) {
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
@@ -299,12 +323,13 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     });
 #pragma unroll
     for (int k = 1; k < SLICES * SUMS; k += 2)
-        sum[k] *= share;  // products: before they are added up, else they overflow
+        sum[k] *= share;  // d * d and d * e: if divided by n only after the group adds them, they could overflow
     add_over_group(sum);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
         const float* const of = sum + s * SUMS;  // d, d * d, e, d * e
-        // Distances after it: of the smallest numbers a thread's share is rounded to nothing. An overflow is left out.
+        // The sums of d and e are divided by n only now: a single thread's sum of the smallest floats, divided by n,
+        // would round to 0. A sum that is not finite (a NaN, too) counts as a mean of 0.
         const auto mean = [&](int k) { return fabsf(of[k]) < INFINITY ? of[k] * share : 0; };
         const float x_lo = mean(0), g_lo = mean(SUMS - 2);
         norm[s].set(x_lo, g_lo, of[1] - x_lo * x_lo, of[SUMS - 1] - x_lo * g_lo, task.eps);
@@ -314,36 +339,43 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The largest slices are cut into parts, each of which a block holds in registers.
+// Larger slices are cut into parts, each of which a block holds in registers.
 //
 //      piece   0   1   2   3   4   5   6   7   8  ...      piece = slice * parts + part; here 3 parts
 //      slice   0   0   0   1   1   1   2   2   2           block b takes pieces b, b + gridDim.x, ...
 //
-// A block copies its next piece to shared memory while it
-//   moves this piece from shared memory to registers, and adds it up;
-//   publishes the sums in the slice's lines of the workspace;
-//   waits until the slice's other parts are published, adds them up, always in the same order;
-//   writes its part of the output.
-// No one waits in vain: all blocks are resident (a cooperative launch), a slice has no more parts than there are
-// blocks, and a block publishes its pieces in order; so of all unfinished slices the first one's parts have all been
-// published, or are being summed.
-// A word of the workspace is its own flag: it is kEmpty, which is no sum, until it is written, once, in one store of
-// 64 bits; so no other memory needs to be ordered with it.
-// Where blocks cannot wait (see launch), the same kernel runs twice: in phase kSum nothing is written to `to`, in
-// phase kWrite the sums are there.
+// For each of its pieces
+//   1. each thread waits until its own copies of the piece to shared memory have arrived, and moves them to registers;
+//   2. each thread starts to copy its share of the block's next piece to the same shared memory. While that runs,
+//   3. the block adds up what its registers hold, and thread 0 publishes the sums in the slice's section of the
+//      workspace, which begins on a 128-byte line;
+//   4. warp 0 waits until the sums of all of the slice's parts are published, and adds them up, always in one order;
+//   5. all threads write their outputs.
+// No block waits forever. All blocks are resident (a cooperative launch). A slice has no more parts than there are
+// blocks, so a block has at most one part of it, and it takes its pieces in ascending order. Now take the first slice
+// whose sums are not all published. A block that owes it a part has only complete slices before it, for which it need
+// not wait, so it will publish that part.
+// A word of the workspace is its own flag: it is kEmpty until a sum is written there, once, in one store of 64 bits. So
+// no other memory needs to be ordered with it.
+// Where blocks cannot wait (a slice has too many parts, or the cooperative launch is refused: see launch_many), the
+// kernel is launched twice. In phase kSum it publishes the sums and writes no output. In phase kWrite it reads the
+// input again, finds all sums published, and writes the output.
 
-constexpr int kThreads = 256, kBlocks = 2;  // a block's threads, and an SM's blocks: 128 registers for each thread
-template <int OPERANDS, bool RAGGED> constexpr int kHeld = (RAGGED ? 18 : 20) / OPERANDS;  // places
+// The threads of a block, and the blocks that an SM has room for: 65536 / 512 = 128 registers a thread.
+constexpr int kThreads = 256, kBlocks = 2;
+// The most places that a thread holds: in 80 registers, or in 72 if RAGGED, since the masks need some.
+template <int OPERANDS, bool RAGGED> constexpr int kHeld = (RAGGED ? 18 : 20) / OPERANDS;
 enum Phase { kBoth, kSum, kWrite };
-constexpr int64_t kEmpty = -1;  // as a double a NaN that no arithmetic gives
+constexpr int64_t kEmpty = -1;  // all bits set: as a double a NaN, which publish() never stores
 struct Parts {
-    int count, places, stride;  // of a slice: parts, places of a part, doubles between slices in the workspace
+    // count: parts of a slice. places: of each part. stride: doubles from one slice's sums to the next slice's.
+    int count, places, stride;
 };
 
-// A thread sums in float, around its pivot: the median of three of its values, so that one outlier is not it. The sums
-// of all threads are then moved, in double, to the slice's anchor, its first value, and added up. The anchor is one of
-// the n values, so the sum of d * d is at most n times that around the mean: to subtract the mean's part of it loses at
-// most log2(n) of a double's 53 bits.
+// A thread sums in float, around its pivot: the median of three of its values, so that a single outlier is not chosen.
+// It then converts its sums, in double, to differences from the anchor, the slice's first value; these are added over
+// all threads. The anchor is one of the n values, so the sum of d * d is at most n times that around the mean, and
+// subtracting the mean's part of it loses at most log2(n) of a double's 53 bits.
 
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];  // d, d * d, e, d * e
@@ -352,7 +384,7 @@ template <int OPERANDS> struct alignas(16) Sums {
 #pragma unroll
         for (int k = 0; k < 2 * OPERANDS; ++k) of[k] += other.of[k];
     }
-    // Over a warp's lanes; all of them get the same bits.
+    // Adds the sums over the warp's lanes. All of them get the same bits.
     __device__ void add_over_lanes() {
 #pragma unroll 1
         for (int offset = 1; offset < 32; offset *= 2) {
@@ -364,7 +396,7 @@ template <int OPERANDS> struct alignas(16) Sums {
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
-// A thread's places: first, first + stride, ..., while below `end`.
+// The sums around the anchor of this thread's places: first, first + stride, ..., while below `end`.
 template <typename T, int OPERANDS, int ITEMS, bool RAGGED>
 __device__ __forceinline__ Sums<OPERANDS> sums_of_thread(const Slice<T, OPERANDS, RAGGED>& slice,
     const Place<T, OPERANDS> (&held)[ITEMS], int first, int stride, int end, const float (&anchor)[OPERANDS]) {
@@ -375,7 +407,8 @@ __device__ __forceinline__ Sums<OPERANDS> sums_of_thread(const Slice<T, OPERANDS
 #pragma unroll
     for (int o = 0; o < OPERANDS; ++o) {
         const auto value = [&](int i) { return to_float(held[0].of[o].value[i]); };
-        const float one = first == 0 ? value(V - 1) : value(0);  // of a pack that is not all ours
+        // Where the pack is shared with a neighbouring slice, this value is certainly ours.
+        const float one = first == 0 ? value(V - 1) : value(0);
         const bool whole = slice.ours(first) == slice.kAll;
         pivot[o] = first >= end ? anchor[o] : whole ? median(value(0), value(V / 2), value(V - 1)) : one;
     }
@@ -387,6 +420,7 @@ __device__ __forceinline__ Sums<OPERANDS> sums_of_thread(const Slice<T, OPERANDS
         count += RAGGED ? __popc(slice.ours(p)) : V;
     }
     Sums<OPERANDS> moved;
+    // x and g are the distances from anchor to pivot: sum (d + x)^2 = sum d^2 + 2 * x * sum d + count * x^2.
     const double x = double(pivot[0]) - anchor[0];
     moved.of[0] = sum[0] + count * x;
     moved.of[1] = sum[1] + x * (2.0 * sum[0] + count * x);
@@ -398,7 +432,7 @@ __device__ __forceinline__ Sums<OPERANDS> sums_of_thread(const Slice<T, OPERANDS
     return moved;
 }
 
-// Over the block's threads; all of them get the same bits.
+// Adds the sums over the block's threads. All of them get the same bits.
 template <int OPERANDS> __device__ __forceinline__ void add_over_block(Sums<OPERANDS>& sums) {
     __shared__ Sums<OPERANDS> of_warp[kThreads / 32];
     sums.add_over_lanes();
@@ -427,6 +461,7 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Norm<OPERANDS> no
     return norm;
 }
 
+// Stores each sum at once. One that happens to have the bits of kEmpty becomes another NaN, 0xFFFF000000000000.
 template <int OPERANDS> __device__ void publish(double* to, const Sums<OPERANDS>& sums) {
 #pragma unroll
     for (int k = 0; k < 2 * OPERANDS; ++k) {
@@ -434,6 +469,7 @@ template <int OPERANDS> __device__ void publish(double* to, const Sums<OPERANDS>
         static_cast<volatile double*>(to)[k] = taken ? __longlong_as_double(kEmpty << 48) : sums.of[k];
     }
 }
+// Reads the words of a part's sums again and again, until none of them is kEmpty.
 template <int OPERANDS> __device__ Sums<OPERANDS> wait_for(const double* from) {
     Sums<OPERANDS> sums;
     bool all = false;
@@ -456,6 +492,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_in_many_blocks(const T
     const auto stage = [&](int i, int o) -> Pack<T>& {
         return reinterpret_cast<Pack<T>&>(staged[(i * OPERANDS + o) * kThreads + threadIdx.x]);
     };
+    // This thread starts to copy its places of `piece` to its slots in `staged`, and reads the slice's first values.
     const auto copy = [&](int piece) {
         if (piece >= pieces) return;
         const Slice<T, OPERANDS, RAGGED> slice(task, piece / parts.count);
@@ -497,6 +534,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_in_many_blocks(const T
         }
         if (phase != kSum && threadIdx.x < 32) {
             Sums<OPERANDS> sums = {};
+            // Each lane adds every 32nd part.
             for (int p = threadIdx.x; p < parts.count; p += 32)
                 sums.add(wait_for<OPERANDS>(published + p * 2 * OPERANDS));
             __syncwarp();
@@ -510,7 +548,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_in_many_blocks(const T
         for (int i = 0; i < kHeld<OPERANDS, RAGGED>; ++i) {
             if (first + i * kThreads < end) slice.store(norm(held[i]), first + i * kThreads);
         }
-        if (phase == kWrite) __syncthreads();  // shared_norm is read; else the next add_over_block's barrier says so
+        // All must have read shared_norm before thread 0 overwrites it. In kBoth the barrier in the next add_over_block
+        // sees to that; kWrite has no such barrier.
+        if (phase == kWrite) __syncthreads();
     }
 }
 
@@ -533,14 +573,16 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    // A thread stages `items` places: what it can hold in registers, or less where shared memory is smaller.
+    // A thread holds `items` places: as many as its registers can, or fewer where shared memory is smaller. row: bytes
+    // of one place of all threads. 2048: a block's static shared memory, and the 1 KiB that CUDA reserves for it.
     const int row = kThreads * OPERANDS * 16, fit = (shared / kBlocks - 2048) / row;
     const int items = fit < kHeld<OPERANDS, RAGGED> ? fit : kHeld<OPERANDS, RAGGED>;
     const int staged = items * row;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, staged);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, staged);
     const int64_t resident = int64_t(blocks) * sms;
-    // As few parts as can be; but if there are few slices, enough for all blocks, of a place a thread or more.
+    // As few parts as the threads can hold. If that leaves resident blocks without a part, more parts, but not so many
+    // that threads are left without a place. A part's size is rounded up to 32 places, which are 512 bytes.
     const int64_t fewest = divide_up(places, kThreads * items), most = divide_up(places, kThreads);
     const int64_t wanted = resident / task.slices < most ? resident / task.slices : most;
     const int64_t part = divide_up(divide_up(places, wanted > fewest ? wanted : fewest), 32) * 32;
@@ -560,9 +602,11 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
     };
     if (count <= resident) {
         if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0xff, bytes, task.stream))
-            return error;  // kEmpty
+            return error;  // otherwise each word is kEmpty now
         if (launch(kBoth) == cudaSuccess) return cudaSuccess;
-        cudaGetLastError();  // no error: in a small partition of a GPU fewer blocks are resident
+        // In a partition of a GPU (MIG, MPS) fewer blocks are resident than was computed. Clear the error, as any other
+        // one, and do without waiting.
+        cudaGetLastError();
     }
     if (const cudaError_t error = launch(kSum)) return error;
     return launch(kWrite);
@@ -570,7 +614,7 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
 
 template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const Task<T>& task, int64_t* needs) {
     constexpr int V = kPack<T>;
-    const int64_t places = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // at most, wherever a slice begins
+    const int64_t places = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
     constexpr int items = 8 / OPERANDS;
     if (places > kMaxGroup * items) return launch_many<T, OPERANDS, RAGGED>(task, places, needs);
     if (needs != nullptr) return cudaSuccess;
@@ -581,8 +625,9 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
     return launch_in_registers<T, OPERANDS, RAGGED, 1, items>(task, places);
 }
 
-// dtype: 0 float32, 1 float16, 2 bfloat16. Without grad, y; with it, the gradient of x. With `needs`, nothing is done
-// but to say how many bytes of workspace the call needs. Returns a cudaError_t.
+// dtype: 0 float32, 1 float16, 2 bfloat16. Writes to y the output or, if grad is not null, the gradient of x. If needs
+// is not null, it only stores there how many bytes of workspace that takes (for small slices it leaves the caller's 0).
+// Returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* workspace, int64_t* needs, cudaStream_t stream) {
     const auto run = [=](auto zero) {
@@ -631,7 +676,7 @@ struct Norm {
         rstd = float(r);
         rest = float((centre - mean) * r);
     }
-    // Streaming stores go past the caches. y is then on 32 bytes, and n a multiple of 8.
+    // `stream`: with stores that bypass the caches. Then y must be 32-byte aligned, and n a multiple of 8.
     void write(float* y, const float* x, int64_t n, bool stream) const {
 #ifdef __AVX__
         if (stream) {
@@ -647,8 +692,8 @@ struct Norm {
     }
 };
 
-// While one slice is written, the next is read and added up, 2 KiB of each in turn, so that memory is read and written
-// at the same time.
+// While a slice is written, whose x begins at next - n, the next one is read and summed: kStep values (2 KiB) of each
+// in turn, so that memory is read and written at the same time.
 constexpr int64_t kStep = 512;
 void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
     Norm norm;
@@ -672,11 +717,11 @@ void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, 
         norm = Norm(anchor, sum, square, n, eps);
     }
 #ifdef __AVX__
-    _mm_sfence();  // what was streamed is seen before this thread says that it is done
+    _mm_sfence();  // other threads see the streamed stores before they see that this thread is done
 #endif
 }
 
-// x (..., H, W) of float32; y contiguous, as InstanceNorm2d's is. A thread takes some slices.
+// x is (..., H, W), of float32; y is contiguous, as InstanceNorm2d's output is. Each thread takes some of the slices.
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const at::Tensor input = x.contiguous();
     at::Tensor y = at::empty_like(input, at::MemoryFormat::Contiguous);
@@ -684,8 +729,8 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const int64_t n = x.size(-1) * x.size(-2);
     const float* const from = input.const_data_ptr<float>();
     float* const to = y.mutable_data_ptr<float>();
-    // Streaming takes 0.7 to 0.95 of the time for outputs that no cache holds; from 32 MiB on, where malloc gets new
-    // pages, which the kernel has just zeroed in the cache, 1.25.
+    // For outputs of 8 to 32 MiB streaming takes 0.7 to 0.95 of the time. For larger ones malloc gets new pages, which
+    // the operating system has just zeroed in the cache, and streaming takes 1.25 of the time.
     const bool aligned = n % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0;
     const bool stream = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
     at::parallel_for(0, x.numel() / n, 32768 / n + 1,
@@ -742,7 +787,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("forward", c10::DispatchKey::CUDA, [](const at::Tensor& x, double eps) { return run_on_gpu({}, x, eps); });
     m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);
 #endif
-    // InstanceNorm, below, has the gradients. Differentiating a bare operator, or in forward mode, raises an error.
+    // Autograd goes through InstanceNorm, below. These operators by themselves, and forward mode, raise an error.
     m.impl("forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
     m.impl("backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }
@@ -824,7 +869,7 @@ _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, 
 
 
 class InstanceNorm(torch.autograd.Function):
-    """y = (x - mean) * rstd over the last two dimensions. Saves x alone."""
+    """y = (x - mean) * rstd over the last two dimensions. It saves only x for the backward."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -837,7 +882,7 @@ class InstanceNorm(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return _backward(grad, x, ctx.eps), None
-        y = nn.functional.instance_norm(x, eps=ctx.eps)  # for create_graph=True: can be differentiated again
+        y = nn.functional.instance_norm(x, eps=ctx.eps)  # for create_graph=True: this can be differentiated again
         return *torch.autograd.grad(y, x, grad, create_graph=True), None
 
 
@@ -850,15 +895,15 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether our kernels take norm(x), by dtype, device, gradients, layout and shape; no hooks, no transforms.
+    """Whether our kernels compute norm(x): not with hooks, under torch.func's transforms, or in forward-mode AD.
 
-    A FakeTensor is what torch.export, not strict, runs a module with.
+    They take a FakeTensor, too: torch.export, where it is not strict, calls modules with it.
     """
     if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
         return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
-    images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # PyTorch refuses 1
+    images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # 1: PyTorch raises
     bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
     usual = _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
@@ -873,7 +918,7 @@ class ModelNew(nn.Module):
         self.inorm = nn.InstanceNorm2d(num_features=num_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.jit.is_scripting():  # torch.jit.script compiles the Model's line alone
+        if not torch.jit.is_scripting():  # torch.jit.script compiles only the last line
             norm = self.inorm
             if fits(x, norm):
                 if torch.is_grad_enabled() and x.requires_grad:

@@ -660,7 +660,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("backward", c10::DispatchKey::Meta, [](const at::Tensor&, const at::Tensor& x, double) { return like(x); });
     m.impl("forward", c10::DispatchKey::CUDA, [](const at::Tensor& x, double eps) { return run_on_gpu({}, x, eps); });
     m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);
-    // InstanceNorm, below, has the gradients. Differentiating a bare operator, or in forward mode, raises an error.
+    // Autograd goes through InstanceNorm, below. These operators by themselves, and forward mode, raise an error.
     m.impl("forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
     m.impl("backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }
@@ -751,7 +751,7 @@ _backward = getattr(torch.ops, NAMESPACE).backward if NAMESPACE else None
 
 
 class InstanceNorm(torch.autograd.Function):
-    """y = (x - mean) * rstd over the last two dimensions. Saves x alone."""
+    """y = (x - mean) * rstd over the last two dimensions. It saves only x for the backward."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -764,7 +764,7 @@ class InstanceNorm(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return _backward(grad, x, ctx.eps), None
-        y = nn.functional.instance_norm(x, eps=ctx.eps)  # for create_graph=True: can be differentiated again
+        y = nn.functional.instance_norm(x, eps=ctx.eps)  # for create_graph=True: this can be differentiated again
         return *torch.autograd.grad(y, x, grad, create_graph=True), None
 
 
@@ -777,15 +777,15 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether our kernels take norm(x), by dtype, device, gradients, layout and shape; no hooks, no transforms.
+    """Whether our kernels compute norm(x): not with hooks, under torch.func's transforms, or in forward-mode AD.
 
-    A FakeTensor is what torch.export, not strict, runs a module with.
+    They take a FakeTensor, too: torch.export, where it is not strict, calls modules with it.
     """
     if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
         return False
     on_hopper = x.is_cuda and bool(_HOPPERS) and _HOPPERS[x.device.index]
     taken = on_hopper and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # PyTorch refuses 1
+    images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # 1: PyTorch raises
     bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
     usual = _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
@@ -800,7 +800,7 @@ class ModelNew(nn.Module):
         self.inorm = nn.InstanceNorm2d(num_features=num_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.jit.is_scripting():  # torch.jit.script compiles the Model's line alone
+        if not torch.jit.is_scripting():  # torch.jit.script compiles only the last line
             norm = self.inorm
             if fits(x, norm):
                 if torch.is_grad_enabled() and x.requires_grad:
