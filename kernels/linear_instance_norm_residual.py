@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: MIT
-"""A linear layer, then a norm over each row, a sum and a product, fused: a drop-in for the Model of the same name.
+"""A linear layer, then a norm over each row, then (z + y) * y, fused: a drop-in for the Model of the same name.
 
     h = x W^T + b;    z = (h - mean) * rstd over each row;    out = (z + y) * y
 
 The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row: `mean` and `rstd` are
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-The fast path (`_fits`): y and the linear layer's 2-D output h, both float32, float16 or bfloat16, F a multiple of 8; no
-hooks, autocast or transforms. Everything else, and float32 with gradients on a CPU: the plain path, the Model's own
-lines.
+The fast path is taken (`_fits`) when y and h, the linear layer's output, are 2-D and of one shape, both are float32,
+float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are no hooks, autocast or transforms.
+Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own lines.
 
 On a GPU a large float32 product (`_is_large`) without TF32 runs on tensor cores, as three fp16 products, where that is
-faster (`_BY_PIECES`); all others are the layer's own, cuBLAS's, and are launched first. `finish_rows` then reads h and
-y once and writes the output. The backward: `row_gradients` reads h, y and the output's gradient once and writes y's
-gradient and G, h's gradient; then dX = G W and dW = G^T x by the same product. Read "The rows" first, "The product"
-when you want to know how it is done.
+faster (`_BY_PIECES`). All other products are nn.Linear's own (cuBLAS), launched before the other Python checks, so that
+the GPU starts early; some small 16-bit ones are done in float32 (`_is_widened`). `finish_rows` then reads h and y, once
+if F is up to 8192, and writes the output.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB, and 0.6 GB for the split. `python
-harness.py linear_instance_norm_residual --backward`, H200: float32 1.19 ms, 2.34x eager, with backward 3.54 ms, 2.32x;
-TF32 allowed 0.363 ms, 1.20x; bfloat16 0.191 ms, 1.25x.
+In the backward `row_gradients` reads h, y and the output's gradient, once if F is up to 8192, and writes y's gradient
+and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are
+large, else by cuBLAS.
+
+On a CPU, threads finish the rows of PyTorch's product; 16-bit inputs are computed in float32 where that is faster. Read
+"The rows" first, "The product" when you want to know how it is done.
+
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
+reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.19 ms,
+2.34x eager, with backward 3.54 ms, 2.32x; TF32 allowed 0.363 ms, 1.20x; bfloat16 0.191 ms, 1.25x.
 """
 
 import contextlib
@@ -47,24 +53,28 @@ CUDA_SOURCE = r"""
 // Tensor cores multiply fp16 numbers, of 11 bits, exactly and add the products up in float32. A float32 number, of 24
 // bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest. Then
 //
-//     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo| <= 2^-11 |x|,    |lo'| <= 2^-11 |w|,    |lo lo'| <= 2^-22 |x w|
+//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike, so x w is nearly
 //
-// and lo lo' may be dropped. Its sign is random, so over K terms it adds up to less than what float32 itself loses:
-// 2^-24 of the whole sum so far, K times. Three products remain, on units that are 7 to 16 times as fast as float32's.
+//     hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-// Scales. fp16 ends at 65504, so each row is multiplied by the power of two that brings its largest value to
-// [2^14, 2^15), and the sum by the inverse. For example, 0.3 in a row whose largest value is 0.9 becomes
-// 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8 there, and lo is -1.599609.
+// and lo lo' may be dropped. The signs of lo lo' vary, so over K terms they add up to less than what float32 itself
+// loses: 2^-24 of the whole sum so far, K times. Three products remain, on tensor cores, whose fp16 rate is 7 to 16
+// times the rate of float32 arithmetic.
+//
+// Scales. fp16 ends at 65504. So each row is multiplied by the power of two that brings its largest value to
+// [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row whose
+// largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8
+// there, and lo is -1.599609.
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 32, 64 or 128 of K the accumulators are added to float32 registers and begin anew from zero:
-// the more rarely, the larger K is, as SGEMM's own error grows with it. (Every 64 where it is 32 takes 9% less time,
-// every 128 where it is 64 another 4%, and errors may exceed SGEMM's by 1.2.)
+// grow with K. After every 32, 64 or 128 of K the accumulators are added to sums in float32 registers and begin anew
+// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (64 for 32
+// would take 9% less time, 128 for 64 another 4%, but errors could exceed SGEMM's by a factor of up to 1.2.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
-//   - A scaled value is "coarse" if it is below 2^-2, which is 2^-16 or less of its row's largest. Then 2^-25 is more
+//   - A scaled value is "coarse" if it is below 2^-2, and so less than 2^-16 of its row's largest. Then 2^-25 is more
 //     than the 2^-23 of it that hi and lo lose anyway.
 //   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
 //     by less than c 2^-25 2^15 = c 2^-10. That is less than float32 may lose, 2^-24 of the sum, if the sum is at least
@@ -72,29 +82,37 @@ CUDA_SOURCE = r"""
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
 //     below the doubt of its two rows is doubtful, and is computed again from the float32 values. That happens to fewer
 //     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
-//   - Rows with values above 2^74, whose sums might overflow, have infinite doubt.
+//   - Rows whose largest finite value is 2^75 or more have infinite doubt, as a sum times the first of its two inverse
+//     scales might overflow. Rows without a finite value but 0 have a doubt of -infinity: their sums are not computed
+//     again.
+//   - With hi alone (PIECES is 1, below) a sum may err by 2^-11 of itself, and the same doubt is over-careful.
 //
-// A line is 32 of K, 128 bytes of a row: four quarters of 16 numbers, which is what an mma.sync takes of a row.
+// Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters of 16
+// numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
 //
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
-// PIECES is 2. It is 1 where TF32 is allowed and cuBLAS multiplies: hi hi' alone, as hi has TF32's eleven bits.
+// PIECES is 2. Where TF32 is allowed, in linear_swish_group_norm only, it is 1: a line is hi of 64 values, cuBLAS
+// multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits.
 //
-// A block of four warps computes 64 x 128 of C, its tile. Two blocks share an SM: while one waits, or is in its
-// epilogue, the other multiplies. A stage, 24 KiB of shared memory, holds a line of the tile's 64 rows of A and of its
-// 128 rows of B; cp.async fills three stages in turn, two lines ahead of the multiplication. ldmatrix reads the same 16
-// bytes of eight rows at once, which would all lie in the same banks. So chunk c of 16 bytes of row r is stored at
-// place c ^ r % 8:
+// A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits, or is in
+// its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the tile's 64 rows
+// of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1 and L + 2 are in
+// flight or there.
 //
-//     place    0 1 2 3 4 5 6 7
-//     row 0    0 1 2 3 4 5 6 7
-//     row 1    1 0 3 2 5 4 7 6
-//     row 2    2 3 0 1 6 7 4 5        chunk 0 is at place 0 of row 0, place 1 of row 1, ..., place 7 of row 7
+// ldmatrix reads the same chunk of 16 bytes of eight rows at once. At the same place of each row's 128 bytes these
+// would all lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ (r % 8):
+//
+//     place             0 1 2 3 4 5 6 7
+//     chunk in row 0    0 1 2 3 4 5 6 7
+//     chunk in row 1    1 0 3 2 5 4 7 6
+//     chunk in row 2    2 3 0 1 6 7 4 5        chunk 0 is at place 0 of row 0, place 1 of row 1, ..., place 7 of row 7
 //     ...
-//     row 7    7 6 5 4 3 2 1 0
+//     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// TURNED: B is given as the rows of its transpose, (K, n). A stage then holds 32 of those rows, of each the four lines
-// that are the tile's 128 columns: first line 0 of all 32 rows, then line 1, ... ldmatrix transposes what it reads.
+// TURNED: C = A B, with B given as (K, n) and each of its rows split. A stage then holds 32 rows (of K) of B, and of
+// each the four lines that have the tile's 128 columns: first line 0 of all 32 rows, then line 1 of all, and so on.
+// While it reads them, ldmatrix.trans transposes them.
 
 constexpr int kLine = 64;  // fp16 numbers
 constexpr int kTileRows = 64;
@@ -102,12 +120,12 @@ constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLine * 2;
 constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
-constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that their operands are still in L2
-// Four warps, two down and two across. A warp computes 32 rows and 64 columns, its sums and its accumulators in
-// registers: 128 of a thread's 255.
+constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that L2 still has their operands
+// Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
+// accumulators in registers, 128 of at most 255.
 constexpr int kThreads = 128;
-constexpr int kRowTiles = 2;  // of 16 rows
-constexpr int kColumnTiles = 8;  // of 8 columns
+constexpr int kRowTiles = 2;  // of 16 rows, an mma's
+constexpr int kColumnTiles = 8;  // of 8 columns, an mma's
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 struct Sum {
     __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
@@ -123,19 +141,20 @@ template <typename T> __device__ __forceinline__ T from_float(float v);
 template <> __device__ __forceinline__ float from_float(float v) { return v; }
 template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
-// Op over the v of `lanes` neighbouring lanes, a power of two. All lanes of the warp call.
+// Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
 template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, Op op) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
 static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// Numbers from one row of pieces to the next.
+// fp16 numbers from one row of pieces to the next: a row of k values in whole lines.
 static __host__ __device__ constexpr int64_t pitch_of(int64_t k, int pieces) {
     return divide_up(k * pieces, kLine) * kLine;
 }
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// Of the scale that brings `largest` to [2^14, 2^15). At most 126, so that the scale and its inverse are normal.
+// The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
+// inverse are normal numbers; a `largest` below 2^-112 then stays below 2^14.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -154,13 +173,15 @@ struct Rows {
     __half* pieces;
     float *unscale, *doubt;
 };
-// A block owns a row of x or, after those, of W. Its threads, at most 256, keep 32 values each in registers; what is
-// beyond those of the row is read twice, for the largest value and to split it.
-constexpr int kPairs = 16;  // of neighbouring values, that a thread keeps
+// Block i owns row i of x or, from i = x.count on, row i - x.count of W. It finds the row's largest value, then splits
+// the row. In between, each of its threads, at most 256, keeps 32 values in registers. Of a row of more than 8192
+// values the others are read from memory twice.
+constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256)
     split_rows(const __grid_constant__ Rows x, const __grid_constant__ Rows w, int k) {
-    __shared__ unsigned largest_bits;  // of non-negative floats, which order as the floats do
-    __shared__ int coarse;  // how many values are
+    // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
+    __shared__ unsigned largest_bits;
+    __shared__ int coarse;  // how many values are coarse
     const Rows& own = blockIdx.x < x.count ? x : w;
     const int64_t row = blockIdx.x < x.count ? blockIdx.x : blockIdx.x - x.count, pitch = pitch_of(k, PIECES);
     const float* const values = own.values + row * k;
@@ -196,6 +217,7 @@ template <int PIECES> __global__ void __launch_bounds__(256)
         own_coarse += (scaled.x != 0 && fabsf(scaled.x) < 0x1p-2f) + (scaled.y != 0 && fabsf(scaled.y) < 0x1p-2f);
         store_pieces<PIECES>(own.pieces + row * pitch, i, scaled.x, scaled.y);
     };
+    // Also the zeros that fill the row's last line are stored.
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
         if (first + p * step < pitch / PIECES) split(first + p * step, held[p]);
@@ -206,10 +228,11 @@ template <int PIECES> __global__ void __launch_bounds__(256)
     if (threadIdx.x > 0) return;
     own.unscale[row] = unscale;
     own.doubt[row] = unscale > 0x1p60f ? INFINITY : coarse * 0x1p14f;
-    if (largest_bits == 0) own.doubt[row] = -INFINITY;  // the sums are 0
+    // No finite value but 0: the row's sums are 0 or not finite.
+    if (largest_bits == 0) own.doubt[row] = -INFINITY;
 }
 
-// 16 bytes from device memory to shared memory, past L1; zeros if they do not exist.
+// Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
         :
@@ -257,7 +280,8 @@ __device__ __forceinline__ Corner find_tile(int m, int n) {
     const int height = min(kBand, down - band);
     return {(band + inside % height) * kTileRows, inside / height * kTileColumns};
 }
-// A thread's part of the copies to the stages: one chunk of every (threads / 8)th row.
+// A thread's part of the copies to the stages: one 16-byte chunk of every 16th row. For rows and lines that do not
+// exist from_a and from_b may point past the end, but then nothing is read there.
 template <bool TURNED> struct Copies {
     static constexpr int kStep = kThreads / 8;
     const PieceRows &a, &b;
@@ -273,7 +297,7 @@ template <bool TURNED> struct Copies {
         from_a = a.values + (tile.row + first) * a.pitch + chunk * 8;
         from_b = b.values + (TURNED ? first * b.pitch + tile.column * 2 : (tile.column + first) * b.pitch) + chunk * 8;
     }
-    __device__ __forceinline__ void load(int line) {  // called for line 0, 1, 2, ...
+    __device__ __forceinline__ void load(int line) {  // must be called for line 0, 1, 2, ... in this order
         const uint32_t stage = to + line % kStages * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kTileRows && line < lines; i += kStep) {
@@ -281,6 +305,7 @@ template <bool TURNED> struct Copies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
+            // TURNED: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
             const __half* const own = from_b + (TURNED ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
             const bool turned_exists = line * 32 + first + i % 32 < b.rows && (tile.column + i / 32 * 32) * 2 < b.pitch;
             const bool exists = TURNED ? turned_exists : tile.column + first + i < n;
@@ -288,15 +313,23 @@ template <bool TURNED> struct Copies {
         }
         from_a += kLine;
         from_b += TURNED ? 32 * b.pitch : kLine;
-        commit_copies();  // also of nothing, so that every line has its group
+        commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
     }
 };
-// A warp's operands of mma: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either. From quarter to quarter
-// some bits of a chunk's number c flip, and the same bits of its place: (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
+// A warp's operands of mma, in three slots. Slot 0: hi of K 0..15. Slot 1: hi of K 16..31. Slot 2: lo of the one, then
+// lo of the other. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
+//
+//     lanes    0..7                     8..15                    16..23                   24..31
+//     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
+//     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
+//
+// A row of the stage is a row of A, a column of B or, TURNED, one of K. The address of another quarter is this one with
+// the byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
+// needs stages that begin at multiples of 128 bytes.
 template <bool TURNED> struct Registers {
-    uint32_t lane_a, lane_b;  // where this lane points ldmatrix, in the first quarter of stage 0
+    uint32_t lane_a, lane_b;
     uint32_t a[3][kRowTiles][4], b[3][kColumnTiles / 2][4];
-    __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // of the warp, in its tile
+    __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // where the warp's part begins
         const int lane = threadIdx.x % 32;
         const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
         lane_a = stages + (row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
@@ -308,6 +341,7 @@ template <bool TURNED> struct Registers {
             load_matrices<false>(a[slot][i], (lane_a + stage ^ quarter * 32) + i * 16 * 128);
         }
     }
+    // Each j loads 16 columns. TURNED: a quarter is 16 of the 32 rows of K, of either piece; j / 2 is which line.
     __device__ __forceinline__ void load_b(int slot, uint32_t stage, int quarter) {
 #pragma unroll
         for (int j = 0; j < kColumnTiles / 2; ++j) {
@@ -328,11 +362,13 @@ template <bool TURNED> struct Registers {
         }
     }
 };
-// C = A B^T or, TURNED, C = A B; C is (A's rows, n), K is `lines` lines. Every `anew` lines the accumulators, times
-// scales[line / kPart * scales_pitch + row], are added to the sums of a row. Whole warps call the epilogue, for 32 rows
-// at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. Four neighbouring lanes have 64 columns of a
-// row.
+// The column of sum j of the 16 that a thread has of a row. `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
+// C = A B^T or, TURNED, C = A B. C is (A's rows, n), and K is `lines` lines. Every `anew` lines a row's accumulators,
+// times scales[line / kPart * scales_pitch + row], are added to its sums; with scales_pitch 0 a row has one scale. At
+// the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
+// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same
+// four rows.
 template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
         int scales_pitch, int n, int lines, int anew, const __grid_constant__ Epilogue epilogue) {
@@ -359,9 +395,10 @@ template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThread
             scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
         }
         const int end = min(line + anew, lines);
-        for (; line < end; ++line) {  // ldmatrix brings what comes next during each multiply_add
+        // The loads of the next operands are issued before the multiply_add that they overlap. Of a line, the small
+        // products come first, since what is added is truncated relative to the accumulator.
+        for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            // The small products come first, as an accumulator truncates to its own size.
             registers.load_a(0, stage, 0);
             registers.load_b(2, stage, 2);
             registers.multiply_add(part, 2, 0);
@@ -372,7 +409,10 @@ template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThread
             registers.load_b(2, stage, 3);
             registers.multiply_add(part, 2, 1);
             registers.multiply_add(part, 1, 2);
-            wait_copies<kStages - 2>();  // the next line is there, and all warps have read this one: it is overwritten
+            // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
+            // all warps have read this line's stage, which copies.load overwrites. (The last round's loads from `next`
+            // get old numbers, which are not used.)
+            wait_copies<kStages - 2>();
             __syncthreads();
             copies.load(line + kStages);
             registers.multiply_add(part, 0, 0);
@@ -404,15 +444,19 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
         }
     }
 }
-// What an epilogue of h = x W^T + bias begins with: turns sums into h.
+// Turns a thread's sums of x W^T into h = x W^T + bias. All lanes of a warp must call finish, as they compute doubtful
+// sums together.
 struct Linear {
     const float *x, *weight, *bias;
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
+    // v[i][j] is the sum of row + i * next_row and column_at(j). COLUMNS is 16, and next_row 8, in an epilogue of
+    // multiply; in a kernel after cuBLAS's product a thread has COLUMNS neighbouring columns of neighbouring rows. v is
+    // already multiplied by unscale_x, not yet by unscale_w.
     template <int COLUMNS>
     __device__ __forceinline__ void finish(int row, int next_row, int column, float (&v)[4][COLUMNS]) const {
         const auto column_at = [&](int j) { return COLUMNS == 16 ? column_of(column, j) : column + j; };
-        uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is
+        uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is doubtful
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -432,7 +476,8 @@ struct Linear {
                 v[i][j] = fmaf(v[i][j], unscale_w, plus);
             }
         }
-        // The warp computes the doubtful sums of its lanes again, one at a time.
+        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute it, and its owner
+        // keeps it. (The loop over constant indices keeps v in registers.)
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
@@ -468,11 +513,12 @@ template <bool TURNED, class Epilogue> static cudaError_t launch_multiply(const 
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    // anew is kPart at most, as a scale may change after kPart lines.
     const int lines = int(pitch_of(k, 2) / kLine), anew = k < 1024 ? 1 : k < 4096 ? 2 : 4;
     kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
     return cudaGetLastError();
 }
-// The workspace of a split x (m, k) and W (n, k): the pieces of both, their unscale, their doubt.
+// Bytes of the workspace of a split x (m, k) and W (n, k): x's pieces, W's, then `unscale` of x and W, then `doubt`.
 extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces) {
     return divide_up((m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float))), 128) * 128;
 }
@@ -487,7 +533,7 @@ template <int PIECES> struct Split {
     }
     PieceRows operand(const Rows& rows) const { return {rows.pieces, int(rows.count), pitch_of(k, PIECES)}; }
     cudaError_t launch(cudaStream_t stream) const {
-        int threads = 32;  // the fewest that hold a row, if they can
+        int threads = 32;  // becomes the fewest that hold a row in registers, or 256
         while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
         split_rows<PIECES><<<unsigned(x.count + w.count), threads, 0, stream>>>(x, w, k);
         return cudaGetLastError();
@@ -509,14 +555,17 @@ template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, vo
 //
 // Both are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over the rows of
 // B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these
-// scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. Small rows lose no accuracy.
-// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
-// So a block can split 128 x 128 values of G without knowing any others:
+// scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values
+// is scaled up like any other, and the inverse of its scale makes G's column (or row) small instead.
 //
-//     G (m, n)                   rows of A:     for dX the rows of G, K = n       for dW the columns of G, K = m
-//     +-------+-------+---       B, split:      W                                 x
-//     | block |       |          scales:        [n / 128][m]                      [m / 128][n]
-//     +-------+-------+---
+// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
+// So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of these sums,
+// and none is computed again.
+//
+//                      for dX                        for dW
+//     row of A         a row of G, K = n             a column of G, K = m
+//     B, split         W (n, k)                      x (m, k)
+//     A's scales       [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows and columns of G that a block owns
 static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
 constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
@@ -525,12 +574,12 @@ struct GradientSplit {
     const float* g;
     int m, n;
     bool of_weight;  // dW rather than dX
-    const float* factors;  // [K]: the inverse scales of B's rows
-    __half* pieces;  // A's
-    float* scales;  // inverse ones, of each part of each row of A
+    const float* factors;  // K of them: the inverses of the scales of B's rows
+    __half* pieces;  // of A
+    float* scales;  // the inverse scale of each part of each row of A
 };
-// A block reads its values of G to shared memory, as zeros where there are none. Then 16 lanes own a row of A, a lane
-// two neighbouring values in 32.
+// A block reads its square of G to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A, and
+// each lane has two neighbours of every 32 values.
 __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ GradientSplit own) {
     extern __shared__ float values[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
@@ -541,7 +590,8 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_con
         values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
     }
     __syncthreads();
-    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;  // in shared memory
+    // In shared memory, from one row of A to the next, and along a row, from one of K to the next.
+    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;
     const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
     const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
     const int64_t pitch = pitch_of(terms, 2);
@@ -573,7 +623,7 @@ struct StoreProduct {  // the epilogue that stores C as it is
         store_values(out, row, column, m, n, v);
     }
 };
-// The workspace of the next function: the split `other`, then the pieces of A, then its scales.
+// Bytes of launch_gradient's workspace: what split_rows makes of `other`, then the pieces of A, then A's scales.
 extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k) {
     const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
     const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
@@ -602,21 +652,23 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 }
 
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
-// To change the formula, change finish_rows, row_gradients, finish_rows_cpu and _finish_plainly.
+// To change the formula, change finish_rows, row_gradients, finish_cpu in C++, and in Python _finish_plainly and the
+// lines for torch.jit.script in ModelNew.forward.
 //
-// A row is read for its mean, for its deviations from the mean, and for the results. (E[h^2] - E[h]^2 would do with one
-// reading less, but cancels where the mean is far from zero.) It comes from memory only once: a group of threads, 8 to
-// the 256 of a block, issues all its loads of a row at the start and keeps what it gets in registers, 32 values a
-// thread. A pack is 16 bytes; with G threads in the group:
+// A row is needed three times: for its mean, for its deviations from the mean, and for the results. (E[h^2] - E[h]^2
+// would take one reading less, but cancels where the mean is far from zero.) A row of up to 8192 values is read from
+// memory only once. A group of threads, 8 to 256 (a whole block), issues all its loads of a row at the start. Each
+// thread keeps 32 values of each tensor in registers. A pack is 16 bytes; with P threads in the group:
 //
-//     pack of the row       0   1  ...  G - 1    G   G + 1  ...  2 G - 1   ...    those beyond 32 G values
-//     held by thread        0   1  ...  G - 1    0   1      ...  G - 1     ...    none: read again from memory or L2
+//     pack of the row       0   1  ...  P - 1    P   P + 1  ...  2 P - 1   ...    those beyond 32 P values
+//     held by thread        0   1  ...  P - 1    0   1      ...  P - 1     ...    none: read again from memory or L2
 //
-// The smallest group that holds a row takes it: 256 threads hold 8192 values.
+// The smallest group that holds a row takes it.
 constexpr int kRowThreads = 256, kRowValues = 32;
 
-// Adds up each of COUNT values over the threads of a group, and gives each of them the totals. All threads of the block
-// call it: shuffles add within a warp, then warps exchange one value each through shared memory.
+// Adds up each of COUNT values over the threads of a group, and gives each thread the COUNT totals. All threads of the
+// block must call it. Shuffles add within a warp. Then lane 0 of each warp puts its COUNT sums in shared memory, and
+// every warp of the group adds up these.
 template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT], int group) {
     __shared__ float of_warp[COUNT][kRowThreads / 32];
 #pragma unroll
@@ -624,7 +676,7 @@ template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT]
         for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v[c] += __shfl_xor_sync(~0u, v[c], offset);
     }
     if (group <= 32) return;
-    __syncthreads();  // what an earlier call left there has been read
+    __syncthreads();  // all warps have read what an earlier call left in of_warp
     const int warps = group / 32;
 #pragma unroll
     for (int c = 0; c < COUNT; ++c) {
@@ -638,13 +690,14 @@ template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT]
     }
 }
 
-// Hides from the compiler that a pack is the same as at its last use. Otherwise it converts bfloat16 to float once and
-// keeps the floats, in twice the registers: at the benchmark shape row_gradients takes 46 us instead of 32 (H200).
+// Makes the compiler believe that the pack changed. Otherwise it would convert bfloat16 to float once and keep the
+// floats, in twice the registers: at the benchmark shape row_gradients would take 46 us instead of 32 (H200).
 template <class Sixteen> __device__ __forceinline__ void hide(Sixteen& bytes) {
     uint4& v = reinterpret_cast<uint4&>(bytes);
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
-// The same row of several tensors, of n columns, as a thread of its group holds it.
+// A thread's part of one row of several tensors, of n columns each. `lane` is the thread's number in its group, 0 to
+// group - 1. Rows from m on have no packs.
 template <typename T, int TENSORS> struct HeldRows {
     static constexpr int V = 16 / sizeof(T), kHeld = kRowValues / V;
     using Own = Pack<T, V>;
@@ -668,7 +721,7 @@ template <typename T, int TENSORS> struct HeldRows {
             }
         }
     }
-    // Calls use(packs, at) for each pack `at` of the row that is this thread's, packs[t] being tensor t's.
+    // Calls use(packs, at) for each number `at` of this thread's packs of the row. packs[t] is that of tensor t.
     template <class Use> __device__ __forceinline__ void each(const Use& use) const {
         Own now[TENSORS];
 #pragma unroll
@@ -695,9 +748,10 @@ struct RowStatistics {
     float mean, rest, rstd;
     __device__ __forceinline__ float normalise(float h) const { return ((h - mean) - rest) * rstd; }
 };
-// Of the first tensor. A pack is summed before it is added to the thread's sum, which shortens the chains of roundings.
+// The statistics of the first tensor's row. Deviations and their squares are summed within a pack first, then added to
+// the thread's sums: so a sum is rounded fewer times.
 template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(const Rows& rows, int n, float eps) {
-    const float share = 1.0f / n;  // a factor of each term of the mean: their bare sum could overflow
+    const float share = 1.0f / n;  // multiplied into each term of the mean: their plain sum could overflow
     float mean[1] = {};
     rows.each([&](const auto& packs, int) {
         for (const auto v : packs[0].value) mean[0] = fmaf(to_float(v), share, mean[0]);
@@ -716,12 +770,14 @@ template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(co
     });
     sum_group(sums, rows.group);
     const float squares = sums[1] * share;
-    const float rest = isinf(squares) ? 0 : sums[0] * share;  // rstd is 0 then: an infinite rest would make NaN of it
-    const float variance = fmaxf(squares - rest * rest, 0);  // fmaxf drops a NaN, but h - mean or rest has it too
+    // If squares is infinite, rstd is to be 0. An infinite rest would make a NaN of the difference, inf - inf.
+    const float rest = isinf(squares) ? 0 : sums[0] * share;
+    // fmaxf turns a NaN into 0. But then rest is NaN, too, and so is the whole row of the output.
+    const float variance = fmaxf(squares - rest * rest, 0);
     return {mean[0], rest, 1 / sqrtf(variance + eps)};
 }
 
-// A group of threads owns a row. `out` may be h: a thread writes only places that no other thread reads.
+// A group of threads owns a row.
 template <typename T> __global__ void __launch_bounds__(kRowThreads)
     finish_rows(const T* h, const T* y, T* out, int64_t m, int n, float eps, int group) {
     using Held = HeldRows<T, 2>;
@@ -740,7 +796,8 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 
 // With z as above and d = grad * y, which is z's gradient:
 //     grad_y = grad * (z + y) + d;    grad_h = rstd * (d - mean(d) - z * mean(d z))
-// A group of threads owns a row. rstd is too large by the fraction `truncated` (see truncation_of). grad_y may be null.
+// A group of threads owns a row. The statistics' rstd is too large by the fraction `truncated` (see _truncation_of in
+// Python); grad_h is computed from an rstd without this error. grad_y is null if it is not wanted.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
     using Held = HeldRows<T, 3>;
@@ -773,7 +830,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradien
     });
 }
 
-// The smallest group that holds a row, if one does, and the blocks for m rows.
+// The smallest group that holds a row, else 256 threads, which read the rest again; and the blocks for m rows.
 struct RowLaunch {
     int group = 8;
     unsigned blocks;
@@ -787,7 +844,8 @@ template <class Call> static cudaError_t with_dtype(int dtype, const Call& call)
     if (dtype == 1) return call(__half());
     return call(__nv_bfloat16());
 }
-// What the C++ calls. All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
+// What the C++ calls. dtype: 0 float32, 1 float16, 2 bfloat16. All tensors are (m, n), contiguous and 16-byte aligned;
+// n is a multiple of 8.
 extern "C" int launch_finish_rows(
     int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream) {
     const RowLaunch rows(m, n);
@@ -890,7 +948,7 @@ at::Tensor forward_meta(const at::Tensor& x, const at::Tensor& weight, const at:
     }
     return at::empty_symint({m, n}, x.options());
 }
-// The rest of the network from h: h, y and the result are (m, n), of one dtype and device.
+// The network's output from h, the linear layer's. h, y and the result are (m, n), of one dtype and device.
 at::Tensor finish_meta(const at::Tensor& h, const at::Tensor& y, double) {
     TORCH_CHECK(h.dim() == 2 && y.dim() == 2 && h.sym_sizes() == y.sym_sizes(), "h and y (m, n)");
     TORCH_CHECK(h.scalar_type() == y.scalar_type() && h.device() == y.device(), "one dtype and device");
@@ -903,7 +961,7 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_meta(
     return {finish_meta(h, y, eps), of_y ? at::empty_symint(h.sym_sizes(), h.options()) : at::empty({0}, h.options())};
 }
 
-// Statistics are added up in double.
+// The same on a CPU, without gradients. Statistics are added up in double.
 at::Tensor finish_cpu(const at::Tensor& given, const at::Tensor& given_y, double eps) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     const at::Tensor h = single(given), y = single(given_y), out = at::empty_like(h);
@@ -1113,11 +1171,12 @@ _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = T
 
 NAMESPACE = _load("linear_instance_norm_residual")
 _operators = getattr(torch.ops, NAMESPACE)
-# x86 CPUs without instructions for bfloat16: float32 is 2 to 4 times as fast from 32 rows on, the conversions included.
+# x86 CPUs without instructions for bfloat16: from 32 rows on, bfloat16 layers are 2 to 4 times as fast in float32, the
+# conversions included. float16 layers are computed in float32 there, too.
 _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
-# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than one of SGEMM: 8.0, 9.0 and
-# 10.x, where one is 16, 7 and 7 times as fast as SGEMM by mma.sync; not 8.6, 8.7, 8.9 and 12.x (2 to 4 times), nor 7.5,
-# which has no cp.async.
+# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
+# product: 8.0, 9.0, 10.0 and 10.3, where one by mma.sync is 16 (8.0) or 7 times as fast as SGEMM. Not 8.6, 8.7, 8.9 and
+# 12.x, where it is 2 to 4 times as fast, nor 7.5, which has no cp.async.
 _BY_PIECES = {
     gpu
     for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
@@ -1134,13 +1193,14 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
-    """Whether the kernels' product of (m, k) by (n, k) pays. With fewer than 2^20 sums some SMs have no tile; with few
-    rows, columns or terms the split takes longer than is saved."""
+    """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles: with fewer, some SMs have none.
+    With few rows, columns or terms the split takes longer than the product saves."""
     return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
-    """In float32 on a GPU. What is small, whose launch is not to wait for long questions, is told first."""
+    """Whether the layer is a large float32 product on a GPU. Cheap tests come first, so that small layers are launched
+    soon."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
         return False
     if not _is_plain(linear, nn.Linear) or linear.weight.dim() != 2:
@@ -1149,18 +1209,20 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool = False) -> torch.Tensor:
-    """dX = G W, `other` being W; or, of_weight, dW = G^T x, `other` being x. G is the gradient of h."""
+    """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and not tf32 and not torch.is_grad_enabled():  # it is enabled where gradients are to be differentiated
+    if large and not tf32 and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 
 
 def _is_widened(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether 16 bits are computed in float32 and rounded once. On a GPU: small products, whose gradients have few
-    values. Each is a long sum whose terms cancel (h's gradients are orthogonal to h), so that one draw of their
-    roundings to 16 bits would show whole; among many values it does not."""
+    """Whether 16-bit inputs are computed in float32 and rounded once.
+
+    On a GPU only small products, of which dX or the bias's gradient has fewer than 64 values. Each is a long sum whose
+    terms cancel (h's gradients are orthogonal to h). Their errors of rounding do not average out over so few values.
+    """
     if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or not _is_layer(linear, x):
         return False
     (m, k), n = x.shape, linear.weight.shape[0]
@@ -1177,15 +1239,18 @@ def _made_contiguous(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines; a usual norm without its warning, which would break torch.compile's graph. On a CPU PyTorch
-    2.13's instance norm reads a transposed gradient as if it were contiguous: the hook makes it so."""
+    """What follows the linear layer, in the Model's lines.
+
+    An ordinary norm is called as a function: the module warns of its input's shape, which would break torch.compile's
+    graph. On a CPU PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous: a hook copies it.
+    """
     if not isinstance(h, torch.Tensor) or not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
         if h.is_cpu and h.requires_grad and not torch.compiler.is_compiling():
             h.register_hook(_made_contiguous)
-    h = h + y  # which frees the old h
+    h = h + y  # rebinds h, so the old tensor is freed
     return h * y
 
 
@@ -1208,9 +1273,11 @@ def _finish(norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncated: float 
 
 
 def _truncation_of(k: int) -> float:
-    """Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small, measured for K of
-    128 to 20000. (Accumulators begin anew more often where K is below 1024.) In z that cancels, but it would make all
-    of h's gradients too large."""
+    """By what fraction |h|, and so 1 / rstd, is too small on average, because tensor cores truncate.
+
+    Measured for K from 128 to 20000; accumulators begin anew less often from 1024 and from 4096 on (launch_multiply).
+    In z the two errors cancel, but all of h's gradients would be too large.
+    """
     return (0.33 if k < 1024 else 1.13 if k < 4096 else 2.9) * 2**-23
 
 
@@ -1225,8 +1292,8 @@ class LinearByPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        # The bias's in float64: h is nearer to the truth than cuBLAS's, and the rounding of the sum would show. It is
-        # computed first, as it takes memory; W's, the largest, is last.
+        # The bias's gradient is summed in float64: h is so accurate that the rounding of a float32 sum would be
+        # visible. That takes memory for float64 values, so it comes first. W's gradient, the largest, comes last.
         of_bias = grad.sum(0, dtype=torch.float64).to(grad.dtype) if of_bias else None
         of_x = _gradient(grad, weight, False) if of_x else None
         return of_x, _gradient(grad, x, True) if of_weight else None, of_bias
@@ -1245,7 +1312,8 @@ class RowNormResidual(torch.autograd.Function):
     def backward(ctx, grad):
         (h, y), needs, (eps, truncated) = ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.others
         if torch.is_grad_enabled():  # they are to be differentiated in turn
-            h, y = h.view_as(h), y.view_as(y)  # views: if y is made of h, h's gradient omits that
+            # Views, so that each counts as independent even if one was computed from the other.
+            h, y = h.view_as(h), y.view_as(y)
             out = _finish_plainly(nn.InstanceNorm2d(1, eps=eps), h, y)
             wanted = [t for t, need in zip((h, y), needs) if need]
             of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))

@@ -5,21 +5,29 @@
 
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-The fast path (`_fits`): vectors of one value a feature and the linear layer's 2-D output h, all float32, float16 or
-bfloat16, in groups of 16, 32, 64, 128 or, on a GPU, 8 features; no hooks, autocast or transforms. Everything else, and
-float32 with gradients on a CPU: the plain path, the Model's own lines.
+The fast path is taken (`_fits`) when the three vectors have one value per feature, h, the linear layer's output, is
+2-D, all four are float32, float16 or bfloat16, a group has 16, 32, 64, 128 or, on a GPU, 8 features, and there are no
+hooks, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's
+own lines.
 
-On a GPU a small product is the layer's own, cuBLAS's, and is launched first; one kernel then does the rest. A large one
-(`_is_large`) in float32 is done on tensor cores as three fp16 products, at least as accurate, and with groups of 64 all
-the rest is its epilogue. Where TF32 is allowed, cuBLAS multiplies fp16 numbers of the same accuracy, in half the time.
-The backward: one kernel for G, the gradient of h, then dX = G W and dW = G^T x. On a CPU threads finish the groups of
-PyTorch's product; 16 bits are computed in float32 where that is faster. Read "The groups" first, "The product" when you
-want to know how it is done.
+On a GPU the product is done in one of three ways:
+  - All 16-bit products, and float32 ones that are small (`_is_large`) or not worth a split (`_pays`), are nn.Linear's
+    own (cuBLAS). They are launched before the other Python checks, so that the GPU starts early.
+  - Other float32 products run on tensor cores, as three fp16 products, and are at least as accurate as cuBLAS's.
+  - Where TF32 is allowed, cuBLAS instead multiplies fp16 numbers, which have TF32's 11 bits, in half the time of its
+    TF32 product.
+The second way has all the rest in its epilogue if groups have 64 features. Else one kernel, `finish_groups`, does it.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB, and 0.3 GB for the split. `python
-harness.py linear_swish_group_norm --backward`, H200: float32 2.21 ms, 3.71x eager, with backward 7.56 ms, 3.06x; TF32
-allowed 0.83 ms, 4.1x; bfloat16 0.56 ms, 4.9x. By cuBLAS's product, as on compute capability 8.6, an earlier text took
-5.9 ms in float32, 1.4x.
+In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the vectors' gradients. Then
+dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are large, else by cuBLAS.
+
+On a CPU, threads finish the groups of PyTorch's product; 16-bit inputs are computed in float32 where that is faster.
+Read "The groups" first, "The product" when you want to know how it is done.
+
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
+reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.21 ms, 3.71x
+eager, with backward 7.56 ms, 3.06x; TF32 allowed 0.83 ms, 4.1x; bfloat16 0.56 ms, 4.9x. An earlier version with
+cuBLAS's float32 product, which this file uses on compute capability 8.6, took 5.9 ms in float32, 1.4x, on an H200.
 """
 
 import contextlib
@@ -48,24 +56,28 @@ CUDA_SOURCE = r"""
 // Tensor cores multiply fp16 numbers, of 11 bits, exactly and add the products up in float32. A float32 number, of 24
 // bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest. Then
 //
-//     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo| <= 2^-11 |x|,    |lo'| <= 2^-11 |w|,    |lo lo'| <= 2^-22 |x w|
+//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike, so x w is nearly
 //
-// and lo lo' may be dropped. Its sign is random, so over K terms it adds up to less than what float32 itself loses:
-// 2^-24 of the whole sum so far, K times. Three products remain, on units that are 7 to 16 times as fast as float32's.
+//     hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-// Scales. fp16 ends at 65504, so each row is multiplied by the power of two that brings its largest value to
-// [2^14, 2^15), and the sum by the inverse. For example, 0.3 in a row whose largest value is 0.9 becomes
-// 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8 there, and lo is -1.599609.
+// and lo lo' may be dropped. The signs of lo lo' vary, so over K terms they add up to less than what float32 itself
+// loses: 2^-24 of the whole sum so far, K times. Three products remain, on tensor cores, whose fp16 rate is 7 to 16
+// times the rate of float32 arithmetic.
+//
+// Scales. fp16 ends at 65504. So each row is multiplied by the power of two that brings its largest value to
+// [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row whose
+// largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8
+// there, and lo is -1.599609.
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 32, 64 or 128 of K the accumulators are added to float32 registers and begin anew from zero:
-// the more rarely, the larger K is, as SGEMM's own error grows with it. (Every 64 where it is 32 takes 9% less time,
-// every 128 where it is 64 another 4%, and errors may exceed SGEMM's by 1.2.)
+// grow with K. After every 32, 64 or 128 of K the accumulators are added to sums in float32 registers and begin anew
+// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (64 for 32
+// would take 9% less time, 128 for 64 another 4%, but errors could exceed SGEMM's by a factor of up to 1.2.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
-//   - A scaled value is "coarse" if it is below 2^-2, which is 2^-16 or less of its row's largest. Then 2^-25 is more
+//   - A scaled value is "coarse" if it is below 2^-2, and so less than 2^-16 of its row's largest. Then 2^-25 is more
 //     than the 2^-23 of it that hi and lo lose anyway.
 //   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
 //     by less than c 2^-25 2^15 = c 2^-10. That is less than float32 may lose, 2^-24 of the sum, if the sum is at least
@@ -73,29 +85,37 @@ CUDA_SOURCE = r"""
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
 //     below the doubt of its two rows is doubtful, and is computed again from the float32 values. That happens to fewer
 //     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
-//   - Rows with values above 2^74, whose sums might overflow, have infinite doubt.
+//   - Rows whose largest finite value is 2^75 or more have infinite doubt, as a sum times the first of its two inverse
+//     scales might overflow. Rows without a finite value but 0 have a doubt of -infinity: their sums are not computed
+//     again.
+//   - With hi alone (PIECES is 1, below) a sum may err by 2^-11 of itself, and the same doubt is over-careful.
 //
-// A line is 32 of K, 128 bytes of a row: four quarters of 16 numbers, which is what an mma.sync takes of a row.
+// Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters of 16
+// numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
 //
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
-// PIECES is 2. It is 1 where TF32 is allowed and cuBLAS multiplies: hi hi' alone, as hi has TF32's eleven bits.
+// PIECES is 2. Where TF32 is allowed, in linear_swish_group_norm only, it is 1: a line is hi of 64 values, cuBLAS
+// multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits.
 //
-// A block of four warps computes 64 x 128 of C, its tile. Two blocks share an SM: while one waits, or is in its
-// epilogue, the other multiplies. A stage, 24 KiB of shared memory, holds a line of the tile's 64 rows of A and of its
-// 128 rows of B; cp.async fills three stages in turn, two lines ahead of the multiplication. ldmatrix reads the same 16
-// bytes of eight rows at once, which would all lie in the same banks. So chunk c of 16 bytes of row r is stored at
-// place c ^ r % 8:
+// A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits, or is in
+// its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the tile's 64 rows
+// of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1 and L + 2 are in
+// flight or there.
 //
-//     place    0 1 2 3 4 5 6 7
-//     row 0    0 1 2 3 4 5 6 7
-//     row 1    1 0 3 2 5 4 7 6
-//     row 2    2 3 0 1 6 7 4 5        chunk 0 is at place 0 of row 0, place 1 of row 1, ..., place 7 of row 7
+// ldmatrix reads the same chunk of 16 bytes of eight rows at once. At the same place of each row's 128 bytes these
+// would all lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ (r % 8):
+//
+//     place             0 1 2 3 4 5 6 7
+//     chunk in row 0    0 1 2 3 4 5 6 7
+//     chunk in row 1    1 0 3 2 5 4 7 6
+//     chunk in row 2    2 3 0 1 6 7 4 5        chunk 0 is at place 0 of row 0, place 1 of row 1, ..., place 7 of row 7
 //     ...
-//     row 7    7 6 5 4 3 2 1 0
+//     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// TURNED: B is given as the rows of its transpose, (K, n). A stage then holds 32 of those rows, of each the four lines
-// that are the tile's 128 columns: first line 0 of all 32 rows, then line 1, ... ldmatrix transposes what it reads.
+// TURNED: C = A B, with B given as (K, n) and each of its rows split. A stage then holds 32 rows (of K) of B, and of
+// each the four lines that have the tile's 128 columns: first line 0 of all 32 rows, then line 1 of all, and so on.
+// While it reads them, ldmatrix.trans transposes them.
 
 constexpr int kLine = 64;  // fp16 numbers
 constexpr int kTileRows = 64;
@@ -103,12 +123,12 @@ constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLine * 2;
 constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
-constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that their operands are still in L2
-// Four warps, two down and two across. A warp computes 32 rows and 64 columns, its sums and its accumulators in
-// registers: 128 of a thread's 255.
+constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that L2 still has their operands
+// Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
+// accumulators in registers, 128 of at most 255.
 constexpr int kThreads = 128;
-constexpr int kRowTiles = 2;  // of 16 rows
-constexpr int kColumnTiles = 8;  // of 8 columns
+constexpr int kRowTiles = 2;  // of 16 rows, an mma's
+constexpr int kColumnTiles = 8;  // of 8 columns, an mma's
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 struct Sum {
     __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
@@ -124,19 +144,20 @@ template <typename T> __device__ __forceinline__ T from_float(float v);
 template <> __device__ __forceinline__ float from_float(float v) { return v; }
 template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
-// Op over the v of `lanes` neighbouring lanes, a power of two. All lanes of the warp call.
+// Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
 template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, Op op) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
 static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// Numbers from one row of pieces to the next.
+// fp16 numbers from one row of pieces to the next: a row of k values in whole lines.
 static __host__ __device__ constexpr int64_t pitch_of(int64_t k, int pieces) {
     return divide_up(k * pieces, kLine) * kLine;
 }
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// Of the scale that brings `largest` to [2^14, 2^15). At most 126, so that the scale and its inverse are normal.
+// The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
+// inverse are normal numbers; a `largest` below 2^-112 then stays below 2^14.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -155,13 +176,15 @@ struct Rows {
     __half* pieces;
     float *unscale, *doubt;
 };
-// A block owns a row of x or, after those, of W. Its threads, at most 256, keep 32 values each in registers; what is
-// beyond those of the row is read twice, for the largest value and to split it.
-constexpr int kPairs = 16;  // of neighbouring values, that a thread keeps
+// Block i owns row i of x or, from i = x.count on, row i - x.count of W. It finds the row's largest value, then splits
+// the row. In between, each of its threads, at most 256, keeps 32 values in registers. Of a row of more than 8192
+// values the others are read from memory twice.
+constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256)
     split_rows(const __grid_constant__ Rows x, const __grid_constant__ Rows w, int k) {
-    __shared__ unsigned largest_bits;  // of non-negative floats, which order as the floats do
-    __shared__ int coarse;  // how many values are
+    // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
+    __shared__ unsigned largest_bits;
+    __shared__ int coarse;  // how many values are coarse
     const Rows& own = blockIdx.x < x.count ? x : w;
     const int64_t row = blockIdx.x < x.count ? blockIdx.x : blockIdx.x - x.count, pitch = pitch_of(k, PIECES);
     const float* const values = own.values + row * k;
@@ -197,6 +220,7 @@ template <int PIECES> __global__ void __launch_bounds__(256)
         own_coarse += (scaled.x != 0 && fabsf(scaled.x) < 0x1p-2f) + (scaled.y != 0 && fabsf(scaled.y) < 0x1p-2f);
         store_pieces<PIECES>(own.pieces + row * pitch, i, scaled.x, scaled.y);
     };
+    // Also the zeros that fill the row's last line are stored.
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
         if (first + p * step < pitch / PIECES) split(first + p * step, held[p]);
@@ -207,10 +231,11 @@ template <int PIECES> __global__ void __launch_bounds__(256)
     if (threadIdx.x > 0) return;
     own.unscale[row] = unscale;
     own.doubt[row] = unscale > 0x1p60f ? INFINITY : coarse * 0x1p14f;
-    if (largest_bits == 0) own.doubt[row] = -INFINITY;  // the sums are 0
+    // No finite value but 0: the row's sums are 0 or not finite.
+    if (largest_bits == 0) own.doubt[row] = -INFINITY;
 }
 
-// 16 bytes from device memory to shared memory, past L1; zeros if they do not exist.
+// Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
         :
@@ -258,7 +283,8 @@ __device__ __forceinline__ Corner find_tile(int m, int n) {
     const int height = min(kBand, down - band);
     return {(band + inside % height) * kTileRows, inside / height * kTileColumns};
 }
-// A thread's part of the copies to the stages: one chunk of every (threads / 8)th row.
+// A thread's part of the copies to the stages: one 16-byte chunk of every 16th row. For rows and lines that do not
+// exist from_a and from_b may point past the end, but then nothing is read there.
 template <bool TURNED> struct Copies {
     static constexpr int kStep = kThreads / 8;
     const PieceRows &a, &b;
@@ -274,7 +300,7 @@ template <bool TURNED> struct Copies {
         from_a = a.values + (tile.row + first) * a.pitch + chunk * 8;
         from_b = b.values + (TURNED ? first * b.pitch + tile.column * 2 : (tile.column + first) * b.pitch) + chunk * 8;
     }
-    __device__ __forceinline__ void load(int line) {  // called for line 0, 1, 2, ...
+    __device__ __forceinline__ void load(int line) {  // must be called for line 0, 1, 2, ... in this order
         const uint32_t stage = to + line % kStages * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kTileRows && line < lines; i += kStep) {
@@ -282,6 +308,7 @@ template <bool TURNED> struct Copies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
+            // TURNED: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
             const __half* const own = from_b + (TURNED ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
             const bool turned_exists = line * 32 + first + i % 32 < b.rows && (tile.column + i / 32 * 32) * 2 < b.pitch;
             const bool exists = TURNED ? turned_exists : tile.column + first + i < n;
@@ -289,15 +316,23 @@ template <bool TURNED> struct Copies {
         }
         from_a += kLine;
         from_b += TURNED ? 32 * b.pitch : kLine;
-        commit_copies();  // also of nothing, so that every line has its group
+        commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
     }
 };
-// A warp's operands of mma: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either. From quarter to quarter
-// some bits of a chunk's number c flip, and the same bits of its place: (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
+// A warp's operands of mma, in three slots. Slot 0: hi of K 0..15. Slot 1: hi of K 16..31. Slot 2: lo of the one, then
+// lo of the other. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
+//
+//     lanes    0..7                     8..15                    16..23                   24..31
+//     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
+//     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
+//
+// A row of the stage is a row of A, a column of B or, TURNED, one of K. The address of another quarter is this one with
+// the byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
+// needs stages that begin at multiples of 128 bytes.
 template <bool TURNED> struct Registers {
-    uint32_t lane_a, lane_b;  // where this lane points ldmatrix, in the first quarter of stage 0
+    uint32_t lane_a, lane_b;
     uint32_t a[3][kRowTiles][4], b[3][kColumnTiles / 2][4];
-    __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // of the warp, in its tile
+    __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // where the warp's part begins
         const int lane = threadIdx.x % 32;
         const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
         lane_a = stages + (row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
@@ -309,6 +344,7 @@ template <bool TURNED> struct Registers {
             load_matrices<false>(a[slot][i], (lane_a + stage ^ quarter * 32) + i * 16 * 128);
         }
     }
+    // Each j loads 16 columns. TURNED: a quarter is 16 of the 32 rows of K, of either piece; j / 2 is which line.
     __device__ __forceinline__ void load_b(int slot, uint32_t stage, int quarter) {
 #pragma unroll
         for (int j = 0; j < kColumnTiles / 2; ++j) {
@@ -329,11 +365,13 @@ template <bool TURNED> struct Registers {
         }
     }
 };
-// C = A B^T or, TURNED, C = A B; C is (A's rows, n), K is `lines` lines. Every `anew` lines the accumulators, times
-// scales[line / kPart * scales_pitch + row], are added to the sums of a row. Whole warps call the epilogue, for 32 rows
-// at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. Four neighbouring lanes have 64 columns of a
-// row.
+// The column of sum j of the 16 that a thread has of a row. `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
+// C = A B^T or, TURNED, C = A B. C is (A's rows, n), and K is `lines` lines. Every `anew` lines a row's accumulators,
+// times scales[line / kPart * scales_pitch + row], are added to its sums; with scales_pitch 0 a row has one scale. At
+// the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
+// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same
+// four rows.
 template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
         int scales_pitch, int n, int lines, int anew, const __grid_constant__ Epilogue epilogue) {
@@ -360,9 +398,10 @@ template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThread
             scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
         }
         const int end = min(line + anew, lines);
-        for (; line < end; ++line) {  // ldmatrix brings what comes next during each multiply_add
+        // The loads of the next operands are issued before the multiply_add that they overlap. Of a line, the small
+        // products come first, since what is added is truncated relative to the accumulator.
+        for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            // The small products come first, as an accumulator truncates to its own size.
             registers.load_a(0, stage, 0);
             registers.load_b(2, stage, 2);
             registers.multiply_add(part, 2, 0);
@@ -373,7 +412,10 @@ template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThread
             registers.load_b(2, stage, 3);
             registers.multiply_add(part, 2, 1);
             registers.multiply_add(part, 1, 2);
-            wait_copies<kStages - 2>();  // the next line is there, and all warps have read this one: it is overwritten
+            // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
+            // all warps have read this line's stage, which copies.load overwrites. (The last round's loads from `next`
+            // get old numbers, which are not used.)
+            wait_copies<kStages - 2>();
             __syncthreads();
             copies.load(line + kStages);
             registers.multiply_add(part, 0, 0);
@@ -405,15 +447,19 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
         }
     }
 }
-// What an epilogue of h = x W^T + bias begins with: turns sums into h.
+// Turns a thread's sums of x W^T into h = x W^T + bias. All lanes of a warp must call finish, as they compute doubtful
+// sums together.
 struct Linear {
     const float *x, *weight, *bias;
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
+    // v[i][j] is the sum of row + i * next_row and column_at(j). COLUMNS is 16, and next_row 8, in an epilogue of
+    // multiply; in a kernel after cuBLAS's product a thread has COLUMNS neighbouring columns of neighbouring rows. v is
+    // already multiplied by unscale_x, not yet by unscale_w.
     template <int COLUMNS>
     __device__ __forceinline__ void finish(int row, int next_row, int column, float (&v)[4][COLUMNS]) const {
         const auto column_at = [&](int j) { return COLUMNS == 16 ? column_of(column, j) : column + j; };
-        uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is
+        uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is doubtful
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -433,7 +479,8 @@ struct Linear {
                 v[i][j] = fmaf(v[i][j], unscale_w, plus);
             }
         }
-        // The warp computes the doubtful sums of its lanes again, one at a time.
+        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute it, and its owner
+        // keeps it. (The loop over constant indices keeps v in registers.)
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
@@ -469,11 +516,12 @@ template <bool TURNED, class Epilogue> static cudaError_t launch_multiply(const 
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    // anew is kPart at most, as a scale may change after kPart lines.
     const int lines = int(pitch_of(k, 2) / kLine), anew = k < 1024 ? 1 : k < 4096 ? 2 : 4;
     kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
     return cudaGetLastError();
 }
-// The workspace of a split x (m, k) and W (n, k): the pieces of both, their unscale, their doubt.
+// Bytes of the workspace of a split x (m, k) and W (n, k): x's pieces, W's, then `unscale` of x and W, then `doubt`.
 extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces) {
     return divide_up((m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float))), 128) * 128;
 }
@@ -488,7 +536,7 @@ template <int PIECES> struct Split {
     }
     PieceRows operand(const Rows& rows) const { return {rows.pieces, int(rows.count), pitch_of(k, PIECES)}; }
     cudaError_t launch(cudaStream_t stream) const {
-        int threads = 32;  // the fewest that hold a row, if they can
+        int threads = 32;  // becomes the fewest that hold a row in registers, or 256
         while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
         split_rows<PIECES><<<unsigned(x.count + w.count), threads, 0, stream>>>(x, w, k);
         return cudaGetLastError();
@@ -510,14 +558,17 @@ template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, vo
 //
 // Both are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over the rows of
 // B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these
-// scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. Small rows lose no accuracy.
-// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
-// So a block can split 128 x 128 values of G without knowing any others:
+// scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values
+// is scaled up like any other, and the inverse of its scale makes G's column (or row) small instead.
 //
-//     G (m, n)                   rows of A:     for dX the rows of G, K = n       for dW the columns of G, K = m
-//     +-------+-------+---       B, split:      W                                 x
-//     | block |       |          scales:        [n / 128][m]                      [m / 128][n]
-//     +-------+-------+---
+// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
+// So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of these sums,
+// and none is computed again.
+//
+//                      for dX                        for dW
+//     row of A         a row of G, K = n             a column of G, K = m
+//     B, split         W (n, k)                      x (m, k)
+//     A's scales       [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows and columns of G that a block owns
 static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
 constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
@@ -526,12 +577,12 @@ struct GradientSplit {
     const float* g;
     int m, n;
     bool of_weight;  // dW rather than dX
-    const float* factors;  // [K]: the inverse scales of B's rows
-    __half* pieces;  // A's
-    float* scales;  // inverse ones, of each part of each row of A
+    const float* factors;  // K of them: the inverses of the scales of B's rows
+    __half* pieces;  // of A
+    float* scales;  // the inverse scale of each part of each row of A
 };
-// A block reads its values of G to shared memory, as zeros where there are none. Then 16 lanes own a row of A, a lane
-// two neighbouring values in 32.
+// A block reads its square of G to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A, and
+// each lane has two neighbours of every 32 values.
 __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ GradientSplit own) {
     extern __shared__ float values[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
@@ -542,7 +593,8 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_con
         values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
     }
     __syncthreads();
-    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;  // in shared memory
+    // In shared memory, from one row of A to the next, and along a row, from one of K to the next.
+    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;
     const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
     const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
     const int64_t pitch = pitch_of(terms, 2);
@@ -574,7 +626,7 @@ struct StoreProduct {  // the epilogue that stores C as it is
         store_values(out, row, column, m, n, v);
     }
 };
-// The workspace of the next function: the split `other`, then the pieces of A, then its scales.
+// Bytes of launch_gradient's workspace: what split_rows makes of `other`, then the pieces of A, then A's scales.
 extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k) {
     const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
     const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
@@ -605,10 +657,11 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 // ---- The groups of linear_swish_group_norm ----
 
 // The activation and its derivative. To use another, change both, finish_group in C++, and in Python _finish_plainly
-// and the lines for torch.jit.script in ModelNew.forward. Where |v| is small the error must be small beside it: in a
-// group of small v the norm divides by their small spread. Where |h| is large the slope must be finite, as 0 times
-// infinity is NaN.
-__device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 near 0, 2^-18 at -87; 0 below -87.4
+// and the lines for torch.jit.script in ModelNew.forward. The error of v must be small relative to v: a group of small
+// v is divided by its small spread. Where |h| is large the slope must be finite, as 0 times infinity is NaN.
+//
+// The relative error of sigmoid is 2^-23 near 0 and 2^-18 at -87. Below -87.34 the result is flushed to 0.
+__device__ __forceinline__ float sigmoid(float h) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
@@ -617,14 +670,15 @@ __device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 ne
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 __device__ __forceinline__ float activation_slope(float h) { return fmaf(activation(h), 1 - sigmoid(h), sigmoid(h)); }
 __device__ __forceinline__ float reciprocal_sqrt(float v) {
-    const float r = rsqrtf(v);  // to two ulps; a Newton step halves that. Without it for 0 and infinity: 0 * inf
+    // rsqrtf is off by up to two ulps. A Newton step halves that, but would make NaN, 0 * infinity, of 0 and infinity.
+    const float r = rsqrtf(v);
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// A group of a row, COUNT values v = activation(h) + bias in each of `lanes` neighbouring lanes: subtracts the mean.
-// The normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
+// `lanes` neighbouring lanes hold one group of a row, COUNT values v = activation(h) + bias each. Subtracts the group's
+// mean from v. The normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
 template <int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
-    const float share = 1.0f / (lanes * COUNT);  // multiplied in before the sum, or large values might overflow it
+    const float share = 1.0f / (lanes * COUNT);  // a factor of each term of the mean: their plain sum could overflow
     float mean = 0, rest = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
@@ -637,11 +691,11 @@ template <int COUNT> __device__ __forceinline__ void center_group(
     }
     squares = reduce(squares, lanes, Sum()) * share;
     rest = reduce(rest, lanes, Sum()) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;  // it may be infinite, too: scale is to be 0, not a NaN
+    if (isinf(squares)) rest = 0;  // it may be infinite, too, and then make NaN of scale, which is to be 0
     scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * scale;
 }
-// The epilogue of the product. In groups of 64: four neighbouring lanes have a group of a row.
+// The epilogue of the product. With `out` it is used only for groups of 64: four neighbouring lanes hold one.
 struct SwishGroupNorm {
     Linear linear;
     const float *bias, *gamma, *beta;
@@ -671,9 +725,9 @@ struct SwishGroupNorm {
         store_values(out, row, column, m, n, v);
     }
 };
-// Elsewhere this kernel follows the product, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring lanes share a
-// group: each has 16 bytes of it in kSliceRows rows, and loads bias, gamma and beta once. SCALED: h is given as the
-// product of hi and hi', and is written too if `recorded`.
+// In all other cases this kernel follows the product, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring lanes
+// hold a group. Each thread has 16 bytes of it in kSliceRows rows, and loads bias, gamma and beta once. SCALED: h holds
+// the raw product of hi and hi'. The kernel scales it, adds the linear bias and, if `recorded`, stores it back.
 constexpr int kSliceRows = 4;
 template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish_groups(T* __restrict__ h,
     const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta, T* __restrict__ out,
@@ -691,7 +745,8 @@ template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish
         if (first + r < rows) reinterpret_cast<Pack<T, V>*>(to)[(first + r) * packs + pack] = own;
     };
     const Pack<T, V> plus = pack_at(bias, 0), times = pack_at(gamma, 0), shifts = pack_at(beta, 0);
-    Pack<T, V> held[kSliceRows];  // all on their way at once
+    // All four loads are issued before any is used. Rows past the end read the last row, and are not stored.
+    Pack<T, V> held[kSliceRows];
     float v[kSliceRows][V];
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) held[r] = pack_at(h, min(first + r, rows - 1));
@@ -731,7 +786,8 @@ template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish
 //
 // The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad z and grad.
 
-// From h and grad of four columns, in `lanes` lanes of each group: G to g, and a row's share of the four sums.
+// Four columns of a row, in each of the `lanes` lanes of a group: computes G into g, and adds the row's terms to the
+// four sums: sums[0] of G, sums[1] of G_v, sums[2] of grad z, sums[3] of grad.
 template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T, 4>& h, const Pack<T, 4>& grad,
     const Pack<T, 4>& bias, const Pack<T, 4>& gamma, int lanes, float eps, float (&g)[4], float (&sums)[4][4]) {
     const float share = 1.0f / (4 * lanes);
@@ -759,8 +815,8 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
         sums[1][i] += of_v;
     }
 }
-// A block owns 128 rows and columns of G, a warp every eighth row, a lane four columns. It writes the four sums over
-// its rows to partials[blockIdx.x][4][n].
+// A block owns 128 rows and columns of G, a warp every eighth row, a lane four columns. It writes G to g, and the four
+// sums over its rows to partials[blockIdx.x][4][n].
 constexpr int kRowsOfSums = 128;
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
@@ -770,6 +826,7 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
     const int64_t first_row = int64_t(blockIdx.x) * kRowsOfSums;
     const int first_column = blockIdx.y * 128, column = first_column + lane * 4;
     const bool inside = column < n;
+    // Zeros outside the n columns, where lanes go on as well, so that all 32 can shuffle.
     const auto four_at = [&](const T* from, int64_t row) {
         return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
     };
@@ -794,7 +851,8 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
         if (at < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + at] = total;
     }
 }
-// Adds up the blocks' partial sums, in double. A block owns 32 of their 4 n columns, a warp every eighth partial sum.
+// Adds up the partial sums of group_gradients' blocks, in double. A block owns 32 of their 4 n columns, and a warp adds
+// those of every eighth block of group_gradients.
 template <typename T> struct Vectors { T* of[4]; };
 template <typename T> __global__ void __launch_bounds__(256)
     add_partials(const float* __restrict__ partials, int count, int n, const __grid_constant__ Vectors<T> to) {
@@ -810,21 +868,22 @@ template <typename T> __global__ void __launch_bounds__(256)
     to.of[column / n][column % n] = from_float<T>(float(sum));
 }
 
-// ---- What the C++ calls. Pointers are device memory, 16-byte aligned. dtype: 0 float32, 1 float16, 2 bfloat16. ----
+// ---- What the C++ calls. dtype: 0 float32, 1 float16, 2 bfloat16. ----
+// Pointers are to device memory, 16-byte aligned. `vectors` is a host array of such pointers.
 
 template <class Call> static cudaError_t with_dtype(int dtype, const Call& call) {
     if (dtype == 0) return call(float());
     if (dtype == 1) return call(__half());
     return call(__nv_bfloat16());
 }
-// The product to h and, with groups of 64, the rest, to out. Either is null if it is not wanted.
+// Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null.
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, float* h, float* out, void* workspace, int64_t m, int64_t n, int64_t k,
     float eps, cudaStream_t stream) {
     const Linear linear = {x, weight, linear_bias, nullptr, nullptr, int(m), int(n), int(k)};
     return launch_linear(SwishGroupNorm{linear, bias, gamma, beta, h, out, eps}, workspace, stream);
 }
-// Where TF32 is allowed: the pieces of x and W, hi alone, to the workspace, whose first m + n rows they are.
+// Where TF32 is allowed: writes the hi of x's m rows, then of W's n rows, to the beginning of the workspace.
 extern "C" int launch_split_hi(
     const float* x, const float* weight, void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     return Split<1>(x, weight, workspace, m, n, k).launch(stream);
@@ -834,13 +893,14 @@ template <typename T, bool SCALED> static cudaError_t launch_groups(void* h, con
     cudaStream_t stream) {
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
     constexpr int V = 16 / sizeof(T);
-    // Fewer than 2^24 blocks, from where on h and out take 256 GiB: so the kernel's index is below 2^32.
+    // 2^24 blocks would mean 256 GiB for h alone. So there are fewer (this is not checked), and the kernel's index is
+    // below 2^32.
     const unsigned blocks = unsigned(divide_up(divide_up(m, kSliceRows) * n / V, 256));
     finish_groups<T, SCALED><<<blocks, 256, 0, stream>>>(static_cast<T*>(h), as(bias), as(gamma), as(beta),
         static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V), linear, recorded);
     return cudaGetLastError();
 }
-// The rest, from h.
+// From h (m, n), the linear layer's output: writes the network's output to out.
 extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
@@ -848,7 +908,8 @@ extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* g
         return launch(h, bias, gamma, beta, out, m, n, groups, eps, {}, false, stream);
     });
 }
-// The rest, from the product of hi and hi', which launch_split_hi made. h becomes that of the network if `recorded`.
+// The same from cuBLAS's product, in h, of the hi and hi' that launch_split_hi wrote. If `recorded`, h becomes the
+// linear layer's output.
 extern "C" int launch_finish_scaled(float* h, const float* x, const float* weight, const float* linear_bias,
     const float* bias, const float* gamma, const float* beta, float* out, void* workspace, int64_t m, int64_t n,
     int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream) {
@@ -857,7 +918,7 @@ extern "C" int launch_finish_scaled(float* h, const float* x, const float* weigh
     return launch_groups<float, true>(h, bias, gamma, beta, out, m, n, groups, eps, linear, recorded, stream);
 }
 extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kRowsOfSums); }
-// G to g, and the gradients of the linear bias, bias, gamma and beta to `vectors`.
+// Writes G to g, and the gradients of the linear bias, bias, gamma and beta to `vectors`.
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, void* g, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
     cudaStream_t stream) {
@@ -959,7 +1020,7 @@ std::vector<at::Tensor> finish_backward_meta(const at::Tensor& grad, const at::T
     return results;
 }
 
-// A group of a row, by one thread; out holds v in between. Statistics are added up in double.
+// One thread finishes one group of a row. out holds v until the last loop. Statistics are added up in double.
 void finish_group(
     const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width, double eps) {
     using Vec = at::vec::Vectorized<float>;
@@ -974,7 +1035,8 @@ void finish_group(
     const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / width + eps));
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
-        const float a = rstd * gamma[i];  // not finite: PyTorch's formula, for its inf and NaN
+        // If a is not finite, out is computed by PyTorch's formula, so that it has PyTorch's inf and NaN.
+        const float a = rstd * gamma[i];
         out[i] = std::abs(a) < INFINITY ? ((out[i] - hi) - lo) * a + beta[i] : out[i] * a + (beta[i] - hi * a);
     }
 }
@@ -1025,8 +1087,8 @@ at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& bias, const at::Te
         out.data_ptr(), m, n, groups, float(eps), current_stream()));
     return out;
 }
-// float32 by the product of the kernels, whose epilogue finishes groups of 64; TF32, of which hi has the bits, by
-// cuBLAS's product of hi alone, in half the time of its own TF32.
+// Without TF32: the kernels' product, whose epilogue finishes groups of 64. Where TF32 is allowed: cuBLAS's product of
+// the hi pieces, which have TF32's 11 bits.
 std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps, bool tf32, bool recorded) {
@@ -1041,7 +1103,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
     const auto p = [](const at::Tensor& t) { return t.data_ptr<float>(); };
     if (tf32) {
         check_launch(launch_split_hi(p(rows), p(columns), workspace.data_ptr(), m, n, k, current_stream()));
-        const int64_t pitch = (k + 63) / 64 * 64;
+        const int64_t pitch = (k + 63) / 64 * 64;  // as pitch_of(k, 1) in the kernels
         const at::Tensor pieces = workspace.narrow(0, 0, (m + n) * pitch * 2).view(at::kHalf).view({m + n, pitch});
         h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
         check_launch(launch_finish_scaled(p(h), p(rows), p(columns), p(offset), p(plus), p(times), p(shift), p(out),
@@ -1049,6 +1111,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
         return {out, recorded ? h : at::empty({0}, x.options())};
     }
     const bool whole = n == 64 * groups;
+    // h is stored if it is recorded or, as scratch, if groups are not of 64 and finish_cuda is to read it.
     const at::Tensor product = recorded || whole ? h : at::empty_like(out);
     check_launch(launch_product(p(rows), p(columns), p(offset), p(plus), p(times), p(shift),
         product.numel() > 0 ? p(product) : nullptr, whole ? p(out) : nullptr, workspace.data_ptr(), m, n, k, float(eps),
@@ -1216,11 +1279,12 @@ _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = T
 
 NAMESPACE = _load("linear_swish_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
-# x86 CPUs without instructions for bfloat16: float32 is 2 to 4 times as fast from 32 rows on, the conversions included.
+# x86 CPUs without instructions for bfloat16: from 32 rows on, bfloat16 layers are 2 to 4 times as fast in float32, the
+# conversions included. float16 layers are computed in float32 there, too.
 _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
-# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than one of SGEMM: 8.0, 9.0 and
-# 10.x, where one is 16, 7 and 7 times as fast as SGEMM by mma.sync; not 8.6, 8.7, 8.9 and 12.x (2 to 4 times), nor 7.5,
-# which has no cp.async.
+# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
+# product: 8.0, 9.0, 10.0 and 10.3, where one by mma.sync is 16 (8.0) or 7 times as fast as SGEMM. Not 8.6, 8.7, 8.9 and
+# 12.x, where it is 2 to 4 times as fast, nor 7.5, which has no cp.async.
 _BY_PIECES = {
     gpu
     for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
@@ -1237,13 +1301,14 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
-    """Whether the kernels' product of (m, k) by (n, k) pays. With fewer than 2^20 sums some SMs have no tile; with few
-    rows, columns or terms the split takes longer than is saved."""
+    """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles: with fewer, some SMs have none.
+    With few rows, columns or terms the split takes longer than the product saves."""
     return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
-    """In float32 on a GPU. What is small, whose launch is not to wait for long questions, is told first."""
+    """Whether the layer is a large float32 product on a GPU. Cheap tests come first, so that small layers are launched
+    soon."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
         return False
     if not _is_plain(linear, nn.Linear) or linear.weight.dim() != 2:
@@ -1252,21 +1317,23 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool = False) -> torch.Tensor:
-    """dX = G W, `other` being W; or, of_weight, dW = G^T x, `other` being x. G is the gradient of h."""
+    """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and not tf32 and not torch.is_grad_enabled():  # it is enabled where gradients are to be differentiated
+    if large and not tf32 and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 
 
 def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a large product is worth its split; where TF32 is allowed, to be multiplied by cuBLAS."""
+    """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether
+    cuBLAS's fp16 product saves more time than the split takes."""
     m, n = len(x), len(weight)
     return m * n >= 2048 * (m + n) if _allows_tf32() else x.device.index in _BY_PIECES
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether 16-bit inputs are computed in float32 and rounded once."""
     if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
         return False
     return _is_layer(linear, x) and x.shape[0] >= 32
@@ -1284,14 +1351,16 @@ def _differentiably(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tens
 
 
 def _gradients_to_differentiate(function, tensors: list, needs: list[bool], grad: torch.Tensor) -> list:
-    tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
+    # Views, so that each counts as independent even if one was computed from another.
+    tensors = [t.view_as(t) for t in tensors]
     wanted = [t for t, need in zip(tensors, needs) if need]
     found = iter(torch.autograd.grad(function(*tensors), wanted, grad, create_graph=True))
     return [next(found) if need else None for need in needs]
 
 
 def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
-    """Whether the operators may stand for the Model's lines from an h of n features on, of this dtype and device."""
+    """Whether the operators may stand for the Model's lines from h on, if h has n features. Before h is computed, x may
+    be given in its place: it has h's dtype, device and number of dimensions."""
     if not _is_plain(norm, nn.GroupNorm) or norm.weight is None:
         return False
     vectors, groups = (bias, norm.weight, norm.bias), norm.num_groups

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A linear layer, then a norm over each row, a sum and a product, fused: a drop-in for the Model of the same name.
+"""A linear layer, then a norm over each row, then (z + y) * y, fused: a drop-in for the Model of the same name.
 
     h = x W^T + b;    z = (h - mean) * rstd over each row;    out = (z + y) * y
 
@@ -338,7 +338,8 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
-    if (largest == 0) result.doubt = -INFINITY;  // a row of zeros: its sums are 0, whatever finite row it meets
+    // No finite value but 0: the row's sums are 0 or not finite.
+    if (largest == 0) result.doubt = -INFINITY;
     operand.scales[row] = result;
     operand.exponents[row] = exponent;
     if (operand.smallest != nullptr) note_exponent(operand.smallest, exponent);
@@ -1089,8 +1090,9 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2)
     });
     mean_error = reduce_group(mean_error, group, warp_values, Add()) * share;
     squares = reduce_group(squares, group, warp_values, Add()) * share;
-    if (isinf(squares)) mean_error = 0;  // it may be infinite, too, and then make NaN of rstd, which is to be 0
-    // fmaxf drops a NaN, but then mean or mean_error is one, and so is the output.
+    // If squares is infinite, rstd is to be 0. An infinite mean_error would make a NaN of the difference, inf - inf.
+    if (isinf(squares)) mean_error = 0;
+    // fmaxf turns a NaN into 0. But then mean_error is NaN, too, and so is the whole row of the output.
     const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
     over_row([&](const Pack<T, V>& pack_h, const Pack<T, V>& pack_y, int at) {
         Pack<T, V> result;
@@ -1646,7 +1648,7 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
         if h.is_cpu and h.requires_grad and not torch.compiler.is_compiling():
             h.register_hook(_made_contiguous)
-    h = h + y  # which frees the old h
+    h = h + y  # rebinds h, so the old tensor is freed
     return h * y
 
 

@@ -339,7 +339,8 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
-    if (largest == 0) result.doubt = -INFINITY;  // a row of zeros: its sums are 0, whatever finite row it meets
+    // No finite value but 0: the row's sums are 0 or not finite.
+    if (largest == 0) result.doubt = -INFINITY;
     operand.scales[row] = result;
     operand.exponents[row] = exponent;
     if (operand.smallest != nullptr) note_exponent(operand.smallest, exponent);
@@ -1108,10 +1109,10 @@ extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
 //     activation_slope      the derivative
 //     _finish_plainly       in Python, the plain path
 //     ModelNew.forward      in Python, the lines for torch.jit.script
-// Where |v| is small the error must be small beside it: in a group of small v the norm divides by their small spread.
-// Where |h| is large the slope must be finite, as 0 times infinity is NaN.
+// The error of v must be small relative to v: a group of small v is divided by its small spread. Where |h| is large the
+// slope must be finite, as 0 times infinity is NaN.
 //
-// Relative error of sigmoid: 2^-23 near 0, 2^-18 at -87. Below -87.4 it is 0.
+// The relative error of sigmoid is 2^-23 near 0 and 2^-18 at -87. Below -87.34 the result is flushed to 0.
 __device__ __forceinline__ float sigmoid(float h) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
