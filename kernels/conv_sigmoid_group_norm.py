@@ -12,17 +12,19 @@ Two paths, chosen in `ModelNew.forward`:
   instructions for them.
 - otherwise the Model's own layers.
 
-The forward reads x once and writes out once: v stays in registers. The convolution runs on tensor cores where they are
-much faster than float32's units (compute capability 8.0, 9.0, 10.0, 10.3), as accurate as float32; elsewhere on those
-units. The forward is the same when gradients are wanted; it then also saves x, the parameters, mean and rstd. The
-backward makes h again, and from it dh and the gradients of the vectors; from dh ATen makes that of W, and our kernel
-that of x if the convolution is 3x3 and has 4 input channels or more.
+The forward reads x once for every 32 output channels and writes out once: v stays in registers. The convolution runs on
+tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
+capability 8.0, 9.0, 10.0, 10.3); on other GPUs it uses FMA instructions. The forward is the same when gradients are
+wanted; it then also saves x, the parameters, mean and rstd. The backward computes h again, and from it dh and the
+gradients of the vectors; from dh ATen computes W's gradient, and our kernel x's gradient if the convolution is 3x3 and
+has 4 input channels or more (otherwise ATen computes that, too).
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By
-`python harness.py conv_sigmoid_group_norm --backward` an H200 takes 1.18 ms forward in float32, 5.0 times as fast as
-eager and 2.85 times as fast as torch.compile; 0.79 ms in bfloat16, 6.8 and 3.5 times; forward and backward, with x's
-gradient, 7.25 ms in float32 and 4.4 ms in bfloat16, 2.55 and 2.85 times as fast as eager. Compiled for compute
-capability 8.0 it takes as long there. 2.7 ms of the backward are W's gradient, which is PyTorch's.
+`python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` an H200 takes 1.18 ms forward in
+float32, 5.0 times as fast as eager and 2.85 times as fast as torch.compile; 0.79 ms in bfloat16, 6.8 and 3.5 times;
+forward and backward, with x's gradient, 7.25 ms in float32 and 4.4 ms in bfloat16, 2.55 and 2.85 times as fast as
+eager. Compiled for compute capability 8.0, the code takes as long on the H200. 2.7 ms of the backward are W's gradient,
+which PyTorch computes.
 """
 
 import contextlib
@@ -87,11 +89,12 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // END
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One kernel, three directions. A tile is 32 output channels of 16 rows and 32 columns of one sample's pixels, or 16
-// output channels of 32 rows. A block of 256 threads
-// makes a tile: it convolves, and its values stay in registers while the block adds up what the statistics need,
-// publishes these sums, waits until all tiles of the sample have published theirs, and then finishes its own. So x is
-// read once, and out written once.
+// One kernel, three directions. A tile is 32 output channels of 16 rows and 32 columns of one sample's pixels, or, if
+// there are at most 16 output channels, 16 of 32 rows and 32 columns. A block of 256 threads makes a tile: it
+// convolves, keeps the values in registers, adds up what the statistics need, publishes these sums in global memory,
+// waits until all tiles of the sample have published theirs, and then finishes its own values. So out is written once,
+// and x is read once for each channel tile; only pixels at the edges of tiles are read by two or more neighbouring
+// tiles.
 //
 //                forward                                       backward
 //   registers    h = conv(x) + bias, v = activation(z)         h = conv(x) + bias
@@ -102,11 +105,14 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // direction, the gradient of x, is the convolution of dh, with zeros around it, and the weights rotated by 180 degrees.
 // It writes its values as they are, and waits for nothing.
 //
-// Waiting is safe when all blocks run at once, which a cooperative launch guarantees, and when they are at least as
-// many as a sample's tiles: tiles are taken in order, so a block that waits needs only tiles of the same sample, which
-// other blocks have begun, or will after finishing one of an earlier sample. If blocks are fewer (a small GPU, a huge
-// image), or the cooperative launch is refused, the kernel runs twice: it publishes, then convolves again and finishes.
-// Two blocks share a multiprocessor: while one waits or stores the other convolves.
+// Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
+// least as many blocks as a sample has tiles. Blocks take tiles in order, so a waiting block needs only tiles of its
+// own sample, and other blocks have begun these or begin them after finishing a tile of an earlier sample. If the grid
+// has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, the kernel is launched twice: the
+// first launch publishes, the second reads x again, convolves again, and finishes.
+//
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. An exception is float32 on compute
+// capability 8.0 with 3x3 kernels and at most 16 output channels: a block takes 86 KiB of shared memory there, of 164.
 //
 // The convolution runs on tensor cores where they are much faster than float32's units, which depends on the compute
 // capability that the code is compiled for. A thread has 64 values of h. Without tensor cores they are four channels of
@@ -133,7 +139,7 @@ constexpr bool kTensor = false;  // The host has to ask each kernel what it was 
 #endif
 
 constexpr int kThreads = 256;                   // of a block
-constexpr int kBlocks = 2;                      // on a multiprocessor
+constexpr int kBlocks = 2;                      // per multiprocessor, with the exception above
 constexpr int kWarps = kThreads / 32;
 constexpr int kValues = 64;                     // of h in a thread
 constexpr int kChannels = kTensor ? 2 : 4;      // output channels of a thread
@@ -206,7 +212,7 @@ struct Norm { float mean, factor, offset, pull, rstd; };
 struct Shared {
     float sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
     float anchors[kWarps][16];
-    int counts[kWarps];  // pixels of a warp that lie in the image
+    int counts[kWarps];  // forward: pixels of the warp that lie in the image; backward: 1 (its anchors are 0)
     double2 channels[kMostOuts];
     float means[kMostOuts];  // of v, in the backward
     Norm norm[kMostOuts];
@@ -337,8 +343,10 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
         ++line;
     }
 }
-// By a block: starts to copy the tile's part of x, of the input channels from `first` on; zeros outside the image. From
-// compute capability 8.0 on (cp.async) the copy goes on while the thread does something else.
+// By a block: starts to copy the tile's part of x, of one stage's input channels from `first` on, to shared memory, and
+// zeros for what is outside the image. From compute capability 8.0 on the copies are cp.async, which go on while the
+// thread does something else; but 16-bit values of images with an odd width are loaded and stored at once. With tensor
+// cores each call of the lambda copies a pack of all kStage channels.
 template <typename T, int PACK>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
@@ -373,10 +381,10 @@ __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
     for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared.largest[warp]);
     return value;
 }
-// The power of two that brings `largest` to 2^13 or more, but below 2^14. If `largest` is so close to zero that this is
-// beyond float32, then the largest power of two that has an inverse. NaN if `largest` is infinite.
+// The power of two that brings `largest` to 2^13 or more, but below 2^14; 2^126 at most, because the inverse must be a
+// normal number. NaN if `largest` is infinite.
 __device__ __forceinline__ float scale_for(float largest) {
-    constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // of a float's exponent
+    constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // biased exponents; 14 gives 2^126
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
     return exponent < kInfinite ? __uint_as_float((kBias + 13 - exponent + kBias) << 23) : NAN;
 }
@@ -572,25 +580,32 @@ __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 #endif
 }
-// What `accumulate` does, by a warp on tensor cores. These multiply numbers of 16 bits exactly, and add the products up
-// in float32. x of float16 or bfloat16 is multiplied as it is.
+// By a warp, on tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. In each
+// step (two taps of kStage channels, mma's k = 16) a lane loads the weights of 16 output channels from shared memory,
+// then, for every 8 pixels, loads x by ldmatrix and multiplies. Tensor cores multiply 16-bit numbers exactly, and add
+// up the products in float32. float16 and bfloat16 are multiplied as they are, and mma adds to `sum` itself.
 //
-// A float32 number v has 24 bits, a float16 has 11. So v is taken as the sum of two float16, its pieces: hi is the
-// nearest to v, lo the nearest to v - hi. Then x w = hi hi' + hi lo' + lo hi': three products. What is left out,
-// lo lo', is at most 2^-22 of x w and of random sign. Tensor cores truncate their sums. For float32 those of each step
-// therefore begin at zero, with the small products, and are added to `sum`, which rounds.
+// A float32 number has 24 significant bits, a float16 has 11. So a float32 v is split into two float16 numbers, its
+// pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Then x w = hi hi' + hi lo' + lo hi': three
+// products. Tensor cores truncate their sums. In each step the accumulators `part` therefore start at zero, the small
+// products come first, and fmaf then adds `part` to `sum`, with rounding.
 //
-// A float16 is a multiple of 2^-24, and below 2^16. The x of a tile is therefore first multiplied by a power of two, so
-// that the largest is between 2^13 and 2^14; and so are the weights. 1 in a product then stands for `unit`, the inverse
-// of both powers. A value of 2^-2 or more keeps 22 bits; a smaller one is wrong by up to 2^-25. So a sum of 72 products
-// is wrong by at most 72 (2^14 2^-25 + 2^14 2^-25) = 0.07 units, and by 0.001 as a rule. `mend` takes care of the tiles
-// where this may be seen in z.
+// A float16 is a multiple of 2^-24, and below 2^16. The x of each stage of a tile is therefore first multiplied by a
+// power of two, so that the largest is between 2^13 and 2^14; and so are each stage's weights. A product has to be
+// multiplied by `unit`, the inverse of the product of both powers.
 //
-// A step takes two taps of kStage channels. In x 16 bytes are kStage channels of a pixel:
+// Each product is wrong by less than 2^-21 of itself, and much less as a rule: lo lo', which is left out, is at most
+// 2^-22 of it, and the roundings of the two lo are at most 2^-23 each. These errors are like float32's own roundings of
+// a sum. Where a factor is below 2^-2, lo is wrong by up to 2^-25, and the product by up to 2^14 2^-25 = 2^-11 units:
+// over the 72 products of a stage (8 channels, 9 taps) at most 0.04 units, and 0.001 as a rule. `mend` recomputes the
+// tiles where this might be seen in z.
 //
-//     x          (piece, line, column, channel)
-//     weights    (16 output channels, step, piece, lane, register, 2): what mma takes of a lane
-//     offsets    of a tap: bytes from a pixel to the one that the tap needs
+//     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
+//     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
+//     offsets    offsets[tap]: bytes from an output's pixel to the input pixel of that tap
+//
+// Register r of a lane's operand A has the weights of output channel lane / 4 + r % 2 * 8, the step's tap r / 2, and
+// input channels lane % 4 * 2 and the next one.
 template <typename T>
 __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const uint4* weights, const int* offsets,
     float unit, float (&sum)[kChannels][kPixels]) {
@@ -640,14 +655,15 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
         }
     }
 }
-// By a thread, after the convolution: if it was not right, all of the thread's values in float32, from device memory.
-// - One of them is not finite. The pieces of an infinite number have NaN as the sum of their products; and a tap that
-//   does not exist, or a zero around the image, times an infinite weight is NaN. Here what lies outside the image takes
-//   no part.
-// - The unit of float32's pieces is large. At kMostUnit, with 72 products a sum, z = h scale is wrong by at most 2^-20,
-//   and by 2^-27 as a rule: less than float32's own rounding of a z of 1. So large x and weights saturate a sigmoid
-//   anyway. The gradient of x is not z: with 288 products a sum it is wrong by at most 2^-28 of the tile's largest dh
-//   times the largest weight.
+// By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
+// - one of them is not finite. With float32's pieces scale_for returns NaN for an infinite x or weight of a stage, so
+//   all values become NaN. With 16 bits an infinite x times the zero weight of a tap that does not exist is NaN. An
+//   infinite weight times a zero around the image is NaN, too; here nothing outside the image is multiplied.
+// - `unit` is large, for float32 on tensor cores. At kMostUnit the absolute error described at `multiply` makes z = h
+//   scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27 as a rule, which is less than float32's own
+//   rounding of a z of 1. Where x and weights are so large that `unit` exceeds this, z saturates a sigmoid as a rule.
+//   The gradient of x is not checked: its absolute error is at most 2^-30 of the tile's largest dh times the largest
+//   weight, for each stage of 8 channels.
 constexpr float kMostUnit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void mend(
@@ -733,7 +749,8 @@ __device__ __forceinline__ float sum_of_lanes(float (&values)[2 * kChannels]) {
     return values[0];
 }
 
-// By a warp, of a channel c for each lane: the sums of the block's warps, that is of v and v^2.
+// By a warp, of a channel c for each lane: adds up the sums of the block's warps. Returns the sums of v and of v^2; in
+// the backward first those of g and of g (v - mean), later those of dz and of dz h, both divided by rstd.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Shared& shared, int c) {
     const int warps = 1 << (kBlockLog2 - p.outs_log2), first = c / kWarpChannels * warps;  // that have the channel
     const int own = c % kWarpChannels;
@@ -897,8 +914,9 @@ __device__ __forceinline__ void sum_values(
     }
     keep_sums(sums, anchors, count, shared, warp);
 }
-// By a warp, with tensor cores: its 16 channels of a row at a time go through shared memory, so that a store writes 128
-// bytes of a channel instead of 32. `way` is the warp's own part.
+// By a warp, with tensor cores: writes a row of its 16 channels at a time, through shared memory, so that a store
+// writes 128 contiguous bytes of a channel instead of 32, and with 16 bits 64 instead of 16. `way` is the staging
+// memory, the warp's own part of it.
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* way) {
@@ -1367,7 +1385,8 @@ void convolve_tile(const float* x, const int64_t* offsets, int64_t taps, const f
 }
 
 // 2^t in operations that the compiler makes vectors of. t is split into a whole number n, which becomes the exponent's
-// bits, and |f| <= 0.5; 2^f is a polynomial, wrong by 7.5e-8 at most. min and max are in the order that keeps a NaN.
+// bits, and |f| <= 0.5. A polynomial gives 2^f; evaluated in float32, its relative error is at most 2.4e-7. min and max
+// are in the order that keeps a NaN.
 inline float exp2_approx(float t) {
     t = std::min(std::max(t, -126.0f), 128.0f);
     constexpr float kRound = 12582912 + 127;  // 1.5 * 2^23: the sum has no fraction, and ends with the bits of n + 127
@@ -1891,7 +1910,7 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if x.is_cpu:
         return True
-    most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN's tensor cores win
+    most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN is faster
     small = samples * channels * rows * columns < 2**39 and samples * channels < 2**30 and height * width < 2**31
     return (high, wide) in ((1, 1), (3, 3)) and ins <= most and small
 
