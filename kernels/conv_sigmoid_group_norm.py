@@ -5,12 +5,14 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-Two paths, chosen in `ModelNew.forward`:
-- our kernels, for what `fits`: on NVIDIA GPUs of compute capability 7.5 or newer 3x3 and 1x1 convolutions of few input
-  channels, any height, width and number of output channels; float32, float16, bfloat16, autocast, with gradients or
-  without. On CPUs float32 without gradients, images of 128 pixels or more; and 16 bits where the CPU has no
-  instructions for them.
-- otherwise the Model's own layers.
+Two paths, chosen in `ModelNew.forward`. Our kernels take what `fits` accepts:
+
+    NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of few input channels; float32, float16,
+                    bfloat16, autocast; with gradients or without
+    CPU, float32    without gradients; images of 128 pixels or more
+    CPU, 16 bits    the types for which the CPU has no instructions
+
+The Model's own layers take the rest.
 
 The forward reads x once for every 32 output channels and writes out once: v stays in registers. The convolution runs on
 tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
@@ -60,9 +62,10 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale, and its gradient dv/dz. To change it, edit `activation`,
-// `activation_gradient` and, in Python, `_activate`; a NaN must stay one. Importing this file compares the three at
-// some z, and raises an error where they differ.
+// The activation v of z = (h + bias) * scale, and its gradient dv/dz. To change it, edit `activation` and
+// `activation_gradient` here, `_activate` in the Python below, the Model in models/, and this file's counterpart in
+// hopper/. Importing this file compares the three functions at some z, and raises an error where they differ. A NaN
+// must come out as NaN; fminf, fmaxf and __saturatef drop it, so use comparisons, as `v < 0 ? 0 : v`.
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -74,8 +77,8 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(v));
     return reciprocal;
 }
-// ACTIVATION: the text from here to END is compiled for CPUs, too. CPP_SOURCE has an `exp2_approx` and a
-// `reciprocal_approx` of its own.
+// ACTIVATION: do not remove the two marker lines. Python copies the text between them to CPP_SOURCE, for CPUs, where
+// only that file's own exp2_approx and reciprocal_approx exist, and the functions of <cmath>, as fmaf, fminf and fabsf.
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
 }
@@ -83,7 +86,8 @@ __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 +
 // is small, the difference would lose its digits.
 __device__ __forceinline__ float activation_gradient(float z) {
     const float v = activation(z);
-    const float w = fminf(v, exp2_approx(-1.44269504f * z) * v);  // fminf drops the NaN of inf * 0
+    // Where v is 0, 2^(-log2(e) z) may be infinite. Their product is NaN then, and fminf returns v.
+    const float w = fminf(v, exp2_approx(-1.44269504f * z) * v);
     return fmaf(-w, w, w);
 }
 // END
@@ -96,14 +100,14 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // and x is read once for each channel tile; only pixels at the edges of tiles are read by two or more neighbouring
 // tiles.
 //
-//                forward                                       backward
-//   registers    h = conv(x) + bias, v = activation(z)         h = conv(x) + bias
-//   published    sums of v, v^2                                sums of gamma g, gamma g (v - mean) rstd
-//   finish       out = (v - mean) rstd gamma + beta            dh; sums of dz / rstd, dz h / rstd
+//                forward                                 backward                                     gradient of x
+//   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
+//   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
+//   finish       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd           writes dx
 //
-// Here z = h scale, g is the gradient of out, and bias is the sum of the convolution's and the network's. The third
-// direction, the gradient of x, is the convolution of dh, with zeros around it, and the weights rotated by 180 degrees.
-// It writes its values as they are, and waits for nothing.
+// Here z = h scale, g is the gradient of out, and bias is the sum of the convolution's and the network's. The factor
+// rstd of dz is left out of the last two sums: publish_gradients multiplies each sum by it, once. The gradient of x is
+// the convolution of dh, with zeros around it, and the weights rotated by 180 degrees.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Blocks take tiles in order, so a waiting block needs only tiles of its
@@ -114,16 +118,17 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. An exception is float32 on compute
 // capability 8.0 with 3x3 kernels and at most 16 output channels: a block takes 86 KiB of shared memory there, of 164.
 //
-// The convolution runs on tensor cores where they are much faster than float32's units, which depends on the compute
-// capability that the code is compiled for. A thread has 64 values of h. Without tensor cores they are four channels of
-// 16 pixels; a warp has four channels, and its lanes
+// The convolution runs on tensor cores where they are much faster than FMA instructions, which depends on the compute
+// capability that the code is compiled for. A thread has 64 values of h. Without tensor cores these are 16 pixels in
+// each of four channels. A warp has four channels, too, and its lanes have these pixels:
 //
 //   columns of the tile   0 1    2 3    ...   14 15    16 17    18 19   ...   30 31
 //   rows 0 to 3           lane 0      1 ...       7         0       1   ...       7
 //   rows 4 to 7           lane 8      9 ...      15         8       9   ...      15
+//   rows 8 to 15          lanes 16 to 31, in the same way
 //
-// With tensor cores they are two channels, eight apart, of 32 pixels: a warp has 16 channels of four rows, and its
-// lanes have the places that mma.sync gives them:
+// With tensor cores these are 32 pixels in each of two channels, eight apart. A warp has 16 channels of four rows, and
+// mma.sync decides which lane has which values:
 //
 //   columns of each row   0 1    2 3    4 5    6 7    8 9    ...   30 31
 //   channels 0 and 8      lane 0     1      2      3      0  ...       3
@@ -138,43 +143,48 @@ constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
 constexpr bool kTensor = false;  // The host has to ask each kernel what it was compiled for.
 #endif
 
-constexpr int kThreads = 256;                   // of a block
+constexpr int kThreads = 256;                   // per block
 constexpr int kBlocks = 2;                      // per multiprocessor, with the exception above
 constexpr int kWarps = kThreads / 32;
-constexpr int kValues = 64;                     // of h in a thread
-constexpr int kChannels = kTensor ? 2 : 4;      // output channels of a thread
-constexpr int kChannelStep = kTensor ? 8 : 1;   // from one of them to the next
+constexpr int kValues = 64;                     // values of h per thread
+constexpr int kChannels = kTensor ? 2 : 4;      // output channels per thread
+constexpr int kChannelStep = kTensor ? 8 : 1;   // from one of a thread's channels to the next
 constexpr int kWarpChannels = kTensor ? 16 : 4;
 constexpr int kBlockLog2 = kTensor ? 7 : 5;     // kWarps * kWarpChannels = 2^kBlockLog2
 constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
-constexpr int kRows = 4;                        // of pixels of a thread
-constexpr int kPixels = kValues / kChannels;    // of a thread
-constexpr int kPairs = kPixels / kRows / 2;     // of columns, in each of its rows
+constexpr int kRows = 4;                        // pixel rows per thread
+constexpr int kPixels = kValues / kChannels;    // pixels per thread and channel
+constexpr int kPairs = kPixels / kRows / 2;     // pairs of columns per row of a thread
 constexpr int kPart = 16;                       // pixels that a thread loads or stores at once
 constexpr int kMostOuts = 32;                   // output channels of a tile
-constexpr int kStage = 8;                       // input channels that are in shared memory at once, at most
+constexpr int kStage = 8;                       // most input channels of a stage, that is, in shared memory at once
 constexpr int kMostTaps = 9;
-constexpr int kMostSets = 16;                   // stages, if the weights of all stay in shared memory
-constexpr int kColumns = 32;                    // of a tile
+constexpr int kMostSets = 16;                   // most stages whose weights can stay in shared memory
+constexpr int kColumns = 32;                    // pixel columns of a tile
 constexpr int kPairStep = kColumns / kPairs;    // columns from one of a thread's pairs to the next
-constexpr int kPitch = kColumns + 4;  // values of a line of x in shared memory: what taps reach, and no bank conflicts
-constexpr int kOutPitch = kColumns + 8;  // of a channel's row of values on their way out: no bank conflicts
+// Values from one line of x to the next in shared memory: with the two more columns that taps need, and without bank
+// conflicts.
+constexpr int kPitch = kColumns + 4;
+// Floats from one channel's row to the next in the staging memory of `write_rows`, without bank conflicts.
+constexpr int kOutPitch = kColumns + 8;
 constexpr int kOutFloats = kWarps * 16 * kOutPitch;
-constexpr int kLine = 32;  // counters a counter takes: 128 bytes, so that no two samples' share a line
+constexpr int kLine = 32;  // each sample's counter has a 128-byte line of its own; in units of unsigned
 
 enum Direction { kForward, kBackward, kInputGradient };
-enum Mode { kWait, kSums, kFinish };  // kWait: both sums and finish, in one launch
+// What a launch does: kSums publishes the sums, kFinish computes the output from sums that are published, and kWait
+// does both, with the wait in between.
+enum Mode { kWait, kSums, kFinish };
 
-struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean, to some 48 bits
+struct Statistics { float mean, rest, rstd; };  // of a sample's group; mean + rest is the mean to about 48 bits
 
 struct Arguments {
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* done;  // (samples, kLine): tiles that have published; zeros before the launch
-    double2* partials;  // (samples, groups, parts, pixel_tiles): what was published
+    double2* partials;  // (samples, groups, parts, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
-    float* channel_sums;  // (samples, pixel_tiles, 4, out_channels): shares of dbeta, dgamma, dbias, dscale
+    float* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
     int dh_type;  // 0 float, 1 half, 2 bfloat16
     int kernel, pad;  // rows and columns of the convolution's kernel, and of zeros on each side of x
@@ -182,9 +192,11 @@ struct Arguments {
     int outs_log2;  // outs = 2^outs_log2: shifts are much faster than divisions
     int lines;  // of x in shared memory, of each channel
     int tiles, items;  // tiles of a sample, and of all
-    int parts;  // channel tiles that a group may touch
-    int x_floats, weight_floats;  // of shared memory, of a stage
-    int weight_sets;  // stages whose weights stay in shared memory for all tiles; 0: each stage loads its own
+    int parts;  // channel tiles that a group touches, at most
+    int x_floats, weight_floats;  // floats of shared memory that a stage needs
+    // The number of stages if the weights of all stay in shared memory, for all tiles of the block; 0 if each stage of
+    // each tile loads its weights again.
+    int weight_sets;
     Mode mode;
     float eps;
     double share;  // 1 / the values of a group
@@ -205,15 +217,19 @@ struct Tile {
     }
 };
 
-// What finish needs of a channel. Forward: out = (v - mean) factor + offset. Backward: dv = (gamma g - (v - mean) pull
-// - grad_mean) rstd, where the fields are mean, gamma, grad_mean, pull, rstd.
+// What finish needs of a channel. Forward: out = (v - mean) factor + offset. Backward: dv = (factor g - (v - mean) pull
+// - offset) rstd.
+//
+//                factor        offset                                      pull
+//   forward      gamma rstd    beta - rest factor                          unused, as rstd is
+//   backward     gamma         (mean of gamma g) - rest pull               (mean of gamma g (v - mean) rstd) rstd
 struct Norm { float mean, factor, offset, pull, rstd; };
 
 struct Shared {
     float sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
     float anchors[kWarps][16];
     int counts[kWarps];  // forward: pixels of the warp that lie in the image; backward: 1 (its anchors are 0)
-    double2 channels[kMostOuts];
+    double2 channels[kMostOuts];  // sums of each channel of the tile, in `publish`
     float means[kMostOuts];  // of v, in the backward
     Norm norm[kMostOuts];
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
@@ -223,28 +239,30 @@ struct Shared {
     Tile tiles[2];  // the one in work and the next
 };
 
-// threadIdx.x. `volatile`, so that what is made of it is made anew at each use, and does not take registers meanwhile.
+// threadIdx.x. `volatile`, so that the compiler recomputes it at each use, and does not keep values derived from it in
+// registers.
 __device__ __forceinline__ unsigned read_thread() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// What a thread has of each tile: its first channel, and its first pixel.
+// Where the thread's values lie in each tile: its first channel, and its first pixel.
 struct Place {
     int channel, row, column;
     __device__ __forceinline__ explicit Place(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
         const int warps_log2 = kBlockLog2 - p.outs_log2;  // of the number of warps that have the same channels
-        const int lanes = kColumns / 2 / kPairs;  // beside each other
+        const int lanes = kColumns / 2 / kPairs;  // lanes side by side in a row
         channel = (warp >> warps_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
-        const int others = warp & ((1 << warps_log2) - 1);  // warps before this one that have them
+        const int others = warp & ((1 << warps_log2) - 1);  // this warp's index among them
         row = (others * (kTensor ? 1 : 4) + (kTensor ? 0 : lane / lanes)) * kRows;
         column = lane % lanes * 2;
     }
 };
-// What it has of one tile. Pixel i is in row i / (2 kPairs), pair i / 2 % kPairs, column i % 2 of it.
+// Where the thread's values of one tile lie in the image. Pixel i is in the thread's row i / (2 kPairs), and there in
+// column i % 2 of pair i / 2 % kPairs.
 struct Pixels {
-    int channel, channels;  // its first in the tile; output channels from there to the last
+    int channel, channels;  // the thread's first channel in the tile; number of output channels from there on
     int64_t first;  // index of pixel 0 of the first channel in `out`, `grad` and `dh`
     int plane;  // pixels of a channel
     unsigned valid;  // bit i: pixel i lies in the image
@@ -264,7 +282,7 @@ struct Pixels {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) valid |= row + i < p.rows ? of_row << 2 * kPairs * i : 0;
     }
-    // Of the thread's channel o.
+    // `valid` of the thread's channel o: no pixel, if there is no such output channel.
     __device__ __forceinline__ unsigned valid_of(int o) const { return o * kChannelStep < channels ? valid : 0; }
     __device__ __forceinline__ bool all_valid() const { return valid == ~0u >> (32 - kPixels); }
     __device__ __forceinline__ int offset(int i, int pitch) const {
@@ -296,7 +314,7 @@ __device__ __forceinline__ void store_packs(
         if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(own) = pack;
     }
 }
-// kPart pixels, from `begin` on, of the thread's channel o; by pairs where rows begin at even places.
+// Loads or stores kPart pixels, from `begin` on, of the thread's channel o; by pairs if rows begin at even indices.
 template <typename T>
 __device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kPart]) {
     from += at.first + int64_t(o) * kChannelStep * at.plane;
@@ -311,16 +329,18 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The convolution. x arrives in shared memory as (channel, line, column), of as many lines and columns as the tile's
-// pixels depend on; columns are padded to kPitch. Without tensor cores float32 is used from there; 16 bits arrive in
-// `raw` and are widened to x. Tensor cores need `raw` always, and x as it is described at `multiply`.
+// The convolution. copy_x copies x to shared memory as (channel, line, column): all lines and columns that the tile's
+// pixels depend on; lines are kPitch apart. Without tensor cores float32 is used from there; 16-bit values are copied
+// to `raw`, and receive_x widens them to `x`. With tensor cores all types are copied to `raw`, and receive_x writes `x`
+// as `multiply` reads it.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) {
     return min(p.stage, p.in_channels - first);
 }
 
-// By a block: calls use(channel, line, column) for each pack of columns that this thread copies, of `channels`
-// channels: always the same packs.
+// By a block: calls use(channel, line, column) for this thread's packs of columns, in `channels` channels. copy_x and
+// receive_x get the same packs, so a thread reads only what it copied itself, and no __syncthreads is needed in
+// between.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
     constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // constants: divisions are slow
@@ -368,12 +388,13 @@ __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int
     });
     __pipeline_commit();
 }
-// What tensor cores multiply: a number of 16 bits as it is; a float32 number as two pieces, see `multiply`.
+// Tensor cores multiply a 16-bit number as it is, and a float32 number as two pieces, see `multiply`.
 template <typename T> struct Multiplied { using Piece = T; };
 template <> struct Multiplied<float> { using Piece = __half; };
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a block: the largest of the threads' values, none of them negative. With a __syncthreads.
+// By a block: the largest of the threads' values, none of which is negative. Contains one __syncthreads; before a
+// second call another is needed, because both write shared.largest.
 __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
     for (int distance = 16; distance > 0; distance /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
     if (read_thread() % 32 == 0) shared.largest[read_thread() / 32] = value;
@@ -393,8 +414,9 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
     lo = __float2half_rn(v - __half2float(hi));
 }
 
-// Waits for the thread's own copies, and makes x of them. Returns what 1 in x stands for. If x is pieces: with a
-// __syncthreads.
+// Waits for this thread's cp.async copies, converts them (16 bits to float; for tensor cores float32 to two pieces),
+// and stores them to x. Returns the factor by which a stored value must be multiplied. Contains a __syncthreads if T is
+// float on tensor cores.
 template <typename T, int PACK>
 __device__ __forceinline__ float receive_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
@@ -446,7 +468,7 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
     }
     return unit;
 }
-// copy_x and receive_x, by pairs of columns where rows begin at even places.
+// start_x calls copy_x, and finish_x receive_x: by pairs of columns if rows begin at even indices.
 template <typename T>
 __device__ __forceinline__ void start_x(const Arguments& p, const Tile& tile, int first, T* raw) {
     if (p.width % 2 == 0) copy_x<T, 2>(p, tile, first, raw);
@@ -457,7 +479,8 @@ __device__ __forceinline__ float finish_x(const Arguments& p, int first, const T
     return p.width % 2 == 0 ? receive_x<T, 2>(p, first, raw, x, shared) : receive_x<T, 1>(p, first, raw, x, shared);
 }
 
-// The weight of output channel o, input channel `in` and a tap; for the gradient of x it is the turned kernel's.
+// The weight of output channel o, input channel `in` and a tap; for the gradient of x the kernel is rotated by 180
+// degrees.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, int tap) {
     const int taps = p.kernel * p.kernel;
@@ -465,8 +488,9 @@ __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, in
                                                    : (int64_t(o) * p.in_channels + in) * taps + tap;
     return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[at]) : 0.0f;
 }
-// By a block: the tile's parameters, and the weights of input channels from `first` on: as (in, tap, out), or as
-// `multiply` reads them. Returns what 1 in a weight stands for. If weights are pieces: with a __syncthreads.
+// By a block: loads the tile's parameters, and the weights of the stage's input channels from `first` on, stored as
+// (in, tap, out) or, with tensor cores, as `multiply` reads them. Returns the factor by which a stored weight must be
+// multiplied. Contains a __syncthreads if T is float on tensor cores.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
     const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first);
@@ -474,7 +498,9 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
     if constexpr (kTensor) {
         using Piece = typename Multiplied<T>::Piece;
         const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
-        const auto load = [&](int i, int k) {  // weight k of pair i: both in a register of a lane
+        // Pair i is one 32-bit register of mma's operand A, and k is its half; a step has 32 lanes x 4 registers = 128.
+        // The layout is described at `multiply`.
+        const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % steps * 2 + i / 2 % 2;
             const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
             return tap < taps ? weight_of<T, DIRECTION>(p, o, first + lane % 4 * 2 + k, tap) : 0.0f;
@@ -511,7 +537,8 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
     return unit;
 }
 
-// By a thread: adds the products of `channels` input channels. x points to its first pixel, weights to its channels.
+// By a thread, without tensor cores: adds the products of `channels` input channels. x points to the first input pixel
+// of the thread's first output pixel, weights to the thread's first output channel.
 template <int K>
 __device__ __forceinline__ void accumulate(
     const Arguments& p, const float* x, const float* weights, int channels, float (&sum)[kChannels][kPixels]) {
@@ -553,8 +580,9 @@ __device__ __forceinline__ void accumulate(
     }
 }
 
-// Four 8 x 8 matrices of 16-bit numbers; lane 8 i + j points at row j of matrix i, and gets two neighbours of row
-// lane / 4 of each: columns 2 (lane % 4) and 2 (lane % 4) + 1.
+// By a warp: loads four 8 x 8 matrices of 16-bit numbers from shared memory. Lane 8 i + j passes the address of row j
+// of matrix i. Each lane receives two adjacent elements of each matrix: row lane / 4, columns 2 (lane % 4) and the next
+// one.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -563,7 +591,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) 
         : "memory");
 #endif
 }
-// d += a b: 16 channels and 8 pixels, of 16 products each.
+// d += a b, for 16 channels and 8 pixels: 16 products are added to each element of d.
 __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1, __half) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -612,20 +640,21 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     constexpr typename Multiplied<T>::Piece kPiece{};
     constexpr int kCount = kPieces<T>;
     const int steps = (p.kernel * p.kernel + 1) / 2, lane = threadIdx.x % 32;
-    // This lane points ldmatrix at tap lane / 8 % 2: of hi, then of lo; or of eight pixels, then of the next eight.
+    // Matrices 0 and 1 of ldmatrix are the two taps of eight pixels; matrices 2 and 3 are the same of lo or, if there
+    // is one piece only (kCount 1), of the next eight pixels. `lo` below is then hi again, and is not used.
     x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         const uint4 hi = weights[step * kCount * 32], lo = weights[step * kCount * 32 + (kCount - 1) * 32];
         const uint32_t at = x + offsets[2 * step];
-        constexpr int kTiles = 2;  // of 8 pixels each, whose products do not wait for each other
+        constexpr int kTiles = 2;  // 8 pixels each: two independent accumulators, so that mma do not wait
 #pragma unroll
         for (int j = 0; j < kPixels / 2; j += kTiles) {
             uint32_t b[kTiles][2 * kCount];
             float part[kTiles][4];
 #pragma unroll
-            for (int t = 0; t < kTiles; t += 3 - kCount) {
+            for (int t = 0; t < kTiles; t += 3 - kCount) {  // an ldmatrix has one tile of two pieces, or two of one
                 uint32_t four[4];
                 load_matrices(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
@@ -701,6 +730,7 @@ __device__ __forceinline__ void mend(
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             if (!(pixels.valid >> i & 1)) continue;
+            // offset(i, 2^16) is 2^16 times the row of pixel i, plus its column, both from the thread's first pixel on.
             const unsigned pixel_row = row + pixels.offset(i, 1 << 16) / (1 << 16);
             const unsigned pixel_column = column + pixels.offset(i, 1 << 16) % (1 << 16);
             if (padded && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
@@ -728,11 +758,12 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums: of a thread's pixels in float, of a warp's by shuffles, from there on in double. The order of the additions is
-// always the same, so results are the same bits each time.
+// Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; all further sums are in double. The
+// order of the additions is always the same, so results are the same bits each time.
 
-// The kChannelLanes lanes that have the same channels each have eight or four values. A lane returns the sum of one of
-// them, number lane / 4 of eight or lane % 4 of four: in each step a lane gives half of its values away.
+// A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane has eight values or, with tensor
+// cores, four. It returns the sum of value lane / 4 of eight, or lane % 4 of four, over these lanes: in each step a
+// lane sends half of its values to another lane, and adds to the other half what it receives.
 __device__ __forceinline__ float sum_of_lanes(float (&values)[2 * kChannels]) {
     int distance = kChannelLanes / 2;
 #pragma unroll
@@ -768,13 +799,13 @@ __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Sha
 __device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int part) {
     return p.partials + ((int64_t(sample) * p.groups + group) * p.parts + part) * p.pixel_tiles;
 }
-// Shares in the gradients of a channel: `which` is 0 dbeta, 1 dgamma, 2 dbias, 3 dscale.
+// The tile's partial sum of a channel's gradient: `which` is 0 for dbeta, 1 dgamma, 2 dbias, 3 dscale.
 __device__ __forceinline__ float& channel_sum(const Arguments& p, const Tile& tile, int which, int c) {
     const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
     return p.channel_sums[(row * 4 + which) * p.out_channels + tile.channel + c];
 }
 
-// By the first warp: the tile's sums to global memory, and 1 to the sample's counter.
+// By the first warp: writes the tile's sums to global memory, then adds 1 to the sample's counter.
 template <bool BACKWARD>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared, int lane) {
     const int outs = p.outs, end = min(outs, p.out_channels - tile.channel);
@@ -792,6 +823,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
         shared.channels[lane] = all;
     }
     __syncwarp();
+    // A lane adds up the tile's channels of one group. `part` is the tile's index among the group's channel tiles.
     const int group = tile.group + lane, first = group * p.group_channels;
     if (first < tile.channel + end) {
         double2 all = {};
@@ -807,14 +839,15 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     if (lane == 0) atomicAdd(p.done + int64_t(tile.sample) * kLine, 1u);
 }
 
-// By one thread, before __syncthreads: until all tiles of the sample are published.
+// By one thread, before __syncthreads: spins until all tiles of the sample are published.
 __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
     const volatile unsigned* const done = p.done + int64_t(sample) * kLine;
     while (*done < unsigned(p.tiles)) __nanosleep(20);
     __threadfence();
 }
 
-// By a block: the totals of the tile's groups, a warp for each, and from them what finish needs of each channel.
+// By a block, a warp for each group of the tile: adds up the published sums of the group, and computes from the total
+// what finish needs of each channel.
 template <bool BACKWARD>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = threadIdx.x % 32, end = min(tile.channel + p.outs, p.out_channels);
@@ -843,7 +876,7 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
             of.mean = float(mean);
             of.rest = float(mean - of.mean);
             of.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
-            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // by all tiles of the group's channels: the same
+            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // several tiles write the same value
         }
         for (int c = max(first, tile.channel) + lane; c <= min(last, end - 1); c += 32) {
             const float4 parameters = shared.parameters[c - tile.channel];
@@ -853,23 +886,25 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
                 norm = {of.mean, parameters.z, float(mean - of.rest * pull), float(pull), of.rstd};
             } else {
                 const float factor = parameters.z * of.rstd;
-                norm = {of.mean, factor, isfinite(factor) ? parameters.w - of.rest * factor : NAN};  // NaN as in ATen
+                // An infinite gamma rstd gives NaN, as in ATen.
+                norm = {of.mean, factor, isfinite(factor) ? parameters.w - of.rest * factor : NAN};
             }
         }
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The kernel, and what differs between its directions. h[o][i] is of the thread's channel o, pixel i.
+// The kernel, and what differs between its directions. h[o][i] is the value of the thread's channel o, pixel i.
 
-// By a warp: its sums, to where sums_of_channel finds them.
+// By a warp: adds up its lanes' sums, and writes them to shared memory for sums_of_channel.
 __device__ __forceinline__ void keep_sums(
     float (&sums)[2 * kChannels], const float (&anchors)[kChannels], int count, Shared& shared, int warp) {
     const int lane = threadIdx.x % 32;
     const float sum = sum_of_lanes(sums);
     if (lane == 0) shared.counts[warp] = count;
     if (!kTensor && lane % 4 != 0) return;
-    const int which = kTensor ? lane % 4 : lane / 4;  // of the values, of which the first half has anchors
+    // Which of the 2 kChannels sums this lane has. The anchors are written by lanes with a sum of the first half.
+    const int which = kTensor ? lane % 4 : lane / 4;
     const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStep;
     shared.sums[which / kChannels][warp][c] = sum;
     float anchor = anchors[0];
@@ -883,14 +918,15 @@ __device__ __forceinline__ void keep_sums(
 __device__ __forceinline__ void sum_values(
     float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     const bool whole = __all_sync(~0u, pixels.all_valid());
-    constexpr int kSecond = 2;  // of the first row, in the next pair of columns
-    constexpr int kThird = 6 * kPairs;  // of the fourth row
+    constexpr int kSecond = 2;  // a pixel of the first row, in the thread's next pair of columns
+    constexpr int kThird = 6 * kPairs;  // a pixel of the fourth row
     const bool three = (pixels.valid >> kSecond & pixels.valid >> kThird & 1) != 0;
     float sums[2 * kChannels] = {}, anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        // The middle one of three pixels, of the first of the lanes: one infinity in x reaches one of them at most. The
-        // first pixel is outside the image only if all are; if one of the others is, it is the anchor.
+        // The anchor is the median of three pixels of the channel's first lane: an infinity in x makes at most one of
+        // them infinite or NaN. If one of the other two is outside the image, the anchor is the lane's first pixel,
+        // which is outside only if all of the lane's pixels are.
         const float first = v[o][0];
         const float second = three ? v[o][kSecond] : first;
         const float third = three ? v[o][kThird] : first;
@@ -920,10 +956,10 @@ __device__ __forceinline__ void sum_values(
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* way) {
-    constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes that write a channel's row; such rows
+    constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes per channel; channels written at once
     const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, own = lane / kLanes;
     const int row = tile.row + Place(p).row, column = tile.column + lane % kLanes * 2;
-    const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first to the image's last
+    const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first row to the image's last
     const int channels = p.out_channels - tile.channel - first - own;
     const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + own) * pixels.plane;
     T* const to = static_cast<T*>(p.out) + of_channel + int64_t(row) * p.columns + column;
@@ -959,7 +995,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         }
     }
 }
-// `way` is the block's: where x was.
+// Writes the tile's values. `way` is the block's staging memory: x's shared memory, which is free now.
 template <typename T>
 __device__ __forceinline__ void write_values(
     const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* way) {
@@ -967,7 +1003,7 @@ __device__ __forceinline__ void write_values(
     if constexpr (kTensor) {
         way += read_thread() / 32 * 16 * kOutPitch;
         write_rows<T>(p, tile, v, pixels, shared, way);
-        __syncthreads();  // x comes there again
+        __syncthreads();  // because the next stage overwrites the staging memory
     } else {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
@@ -979,7 +1015,7 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// Backward, g is the gradient of out. By a block, before a __syncthreads: the channels' means.
+// The backward; g is the gradient of out. By a block, before a __syncthreads: loads the means of the channels' groups.
 __device__ __forceinline__ void load_means(const Arguments& p, const Tile& tile, Shared& shared) {
     const int c = tile.channel + threadIdx.x;
     if (threadIdx.x >= p.outs || c >= p.out_channels) return;
@@ -1007,7 +1043,7 @@ __device__ __forceinline__ void clear_outside(float (&h)[kChannels][kPixels], co
         value = pixels.valid >> i % kPixels & 1 ? value : 1.0f;
     }
 }
-// Then sums of g and g (v - mean).
+// By a warp: adds up g and g (v - mean) of its channels.
 template <typename T>
 __device__ __forceinline__ void sum_gradients(
     const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
@@ -1023,13 +1059,13 @@ __device__ __forceinline__ void sum_gradients(
             sums[o] += g[k];
             sums[kChannels + o] = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, sums[kChannels + o]);
         }
-        __syncwarp();  // or the compiler loads all at once, and runs out of registers
+        __syncwarp();  // otherwise the compiler loads all at once, and runs out of registers
     }
     const float anchors[kChannels] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
-// At last dh = dz scale, where dz is v's gradient times activation_gradient(z) and z = h scale; and sums of dz / rstd
-// and dz h / rstd. `dv` and `dz` below are without the factor rstd.
+// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale, and adds up dz / rstd and
+// dz h / rstd. In the code `dv` and `dz` are without the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
     const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
@@ -1058,7 +1094,7 @@ __device__ __forceinline__ void write_gradients(
     const float anchors[kChannels] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
-// By the first warp, after __syncthreads.
+// By the first warp, after __syncthreads: writes the tile's partial sums of dbias and dscale.
 __device__ __forceinline__ void publish_gradients(
     const Arguments& p, const Tile& tile, const Shared& shared, int lane) {
     if (lane >= min(p.outs, p.out_channels - tile.channel)) return;
@@ -1068,7 +1104,7 @@ __device__ __forceinline__ void publish_gradients(
     channel_sum(p, tile, 3, lane) = float(all.y * rstd);
 }
 
-// What follows the convolution: bias and, forward, activation.
+// Adds the bias and, in the forward, computes the activation.
 template <Direction DIRECTION>
 __device__ __forceinline__ void add_bias(const Arguments& p, const Shared& shared, float (&h)[kChannels][kPixels]) {
     const Place place(p);
@@ -1084,11 +1120,12 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const Shared& share
 }
 template <typename T, Direction DIRECTION>
 __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(const __grid_constant__ Arguments p) {
+    // Dynamic shared memory: x | weights, a set of each stage that stays, or one | raw, if kRaw; else raw is x.
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
     float* const weights = x + p.x_floats;
-    constexpr bool kRaw = sizeof(T) == 2 || kTensor;  // x arrives in a place of its own
+    constexpr bool kRaw = sizeof(T) == 2 || kTensor;  // x is copied to memory of its own
     T* const raw = reinterpret_cast<T*>(kRaw ? weights + max(p.weight_sets, 1) * p.weight_floats : x);
     const auto warp = [] { return int(read_thread() / 32); };
     if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
@@ -1105,7 +1142,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
         shared.weight_units[set] = load_weights<T, DIRECTION>(p, 0, set * p.stage, of_stage, shared);
     }
     __syncthreads();
-    for (int place = 0; shared.tiles[place].item < p.items; place = 1 - place) {  // the tiles' places take turns
+    for (int place = 0; shared.tiles[place].item < p.items; place = 1 - place) {  // shared.tiles is double-buffered
         const Tile& tile = shared.tiles[place];
         Tile& next = shared.tiles[1 - place];
         if (DIRECTION == kBackward) {
@@ -1161,8 +1198,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. sizes: samples, in_channels, height, width, out_channels, groups, kernel size, types of x and of dh,
-// padding.
+// The launches. The ten numbers of `sizes`: samples, in_channels, height, width, out_channels, groups, rows of the
+// convolution's kernel, type of x, type of dh (0 float, 1 half, 2 bfloat16), rows of zeros on each side of x.
 
 static Arguments plan(const int64_t* sizes) {
     Arguments p = {};
@@ -1189,7 +1226,7 @@ static Arguments plan(const int64_t* sizes) {
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
 
-// Bytes of the workspace; rows of channel_sums.
+// Computes the bytes of the workspace, and the rows of channel_sums.
 extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
     const Arguments p = plan(sizes);
     *rows = int64_t(p.samples) * p.pixel_tiles;
@@ -1244,7 +1281,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         void* arguments[] = {&p};
         error = cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(kThreads), arguments, bytes, stream);
         if (error == cudaSuccess) return error;
-        cudaGetLastError();  // refused: forget it
+        cudaGetLastError();  // clears the error of the refused launch; two launches follow instead
     }
     for (const Mode mode : {kSums, kFinish}) {
         p.mode = mode;
@@ -1253,7 +1290,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     return cudaGetLastError();
 }
 
-// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. If `backward`, dh stands in the
+// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. If `backward`, dh takes the
 // place of out, and grad and channel_sums follow. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream) {
@@ -1280,7 +1317,7 @@ extern "C" int conv_launch(
     };
     return sizes[7] == 0 ? of_type(float()) : sizes[7] == 1 ? of_type(__half()) : of_type(__nv_bfloat16());
 }
-// dx from dh, which is `x` in the sizes.
+// Computes dx from dh; the sizes of x are those of dh here, and out_channels are the channels of dx.
 extern "C" int conv_input_gradient(
     const void* dh, const void* weight, void* dx, const int64_t* sizes, cudaStream_t stream) {
     Arguments p = plan(sizes);
@@ -1329,17 +1366,18 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 }
 // ---- on a CPU: a direct convolution in registers, and the rest while a group is in the cache
 //
-// A sample is made in bands of some rows and four channels. A pixel of h keeps x's row length: (row, column) is kept at
-// row * width + column. Then a tap, one weight of the kernel, needs for each pixel the value of x at one and the same
-// distance, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
+// A sample is computed in bands of some rows and four channels. h is stored with x's row length: pixel (row, column) at
+// index row * width + column. So a tap, one weight of the kernel, needs for each pixel the value of x at the same
+// offset from it, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
-// A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; each value of
-// x that is loaded takes part in four products. Then the band, which is in the first-level cache, is activated, its
-// values and their squares are added up in double, and it is copied to out, whose cache lines each tile asked for: so
-// the whole is 1.1 times as fast. When all bands of a group are there, its channels are normalised in place.
+// A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; each loaded
+// value of x is used in four products. Then, while the band is in the first-level cache, the thread computes the
+// activation, adds up the values and their squares in double, and copies the band to out. Each tile has prefetched its
+// cache lines of out, which makes the whole 1.1 times as fast. When all bands of a group are computed, its channels are
+// normalised in place.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1352,13 +1390,13 @@ constexpr int kTileChannels = 4;
 constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
 constexpr int64_t kBandPixels = 1024;    // 4 KiB a channel
-constexpr int64_t kTapsOfASum = 72;      // more taps are added as sums of so many: rounding errors grow with a sum
+constexpr int64_t kTapsOfASum = 72;      // longer sums are split into parts of 72: rounding errors grow with a sum
 constexpr int64_t kMostTaps = 160;       // with more, PyTorch's convolution is as fast
-constexpr int64_t kGrain = 32768;        // values from which on another thread pays
+constexpr int64_t kGrain = 32768;        // with fewer values per thread, another thread does not pay
 constexpr int64_t kLineValues = 16;      // of a cache line of 64 bytes
-constexpr size_t kMappedBytes = 32 << 20;  // glibc maps what is larger anew, and unmaps it when it is freed
+constexpr size_t kMappedBytes = 32 << 20;  // glibc gets each larger block by mmap, and unmaps it when it is freed
 
-// The sums of a tile, of `taps` taps: written to h, or added to what is there.
+// Computes a tile's sums over `taps` taps, and writes them to h or, if `adds`, adds them to h.
 void convolve_tile(const float* x, const int64_t* offsets, int64_t taps, const float* weight, float* h,
     int64_t channel_stride, bool adds) {
     Vector sums[kTileChannels][kTileVectors] = {};
@@ -1454,7 +1492,7 @@ void use_huge_pages(const Tensor& t) {
     madvise(reinterpret_cast<void*>(first), begin + t.nbytes() - first, MADV_HUGEPAGE);
 }
 
-// The tensors of a call, all contiguous; their sizes, and where they lie.
+// The tensors of a call, all contiguous; their sizes and addresses.
 struct Call {
     Tensor input;
     std::vector<Tensor> parameters;
@@ -1474,7 +1512,7 @@ struct Call {
     int64_t bands = at::divup(rows, band_rows);
     int64_t tiles = at::divup(outs, kTileChannels);  // of a sample
     int64_t group_channels = outs / groups;
-    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // as few groups as fill whole tiles
+    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // fewest groups that fill whole tiles
     int64_t slices = at::divup(outs, slice_channels);  // of a sample
     Tensor output = at::empty({samples, outs, rows, columns}, input.options());
     const float* x = input.const_data_ptr<float>();
@@ -1486,7 +1524,7 @@ struct Call {
     float* out = output.mutable_data_ptr<float>();
 };
 
-// The work, and what its threads tell each other.
+// The computation, and what its threads share.
 struct DirectConvolution : Call {
     std::vector<int64_t> offsets;  // of the taps
     std::vector<float> weights;  // (tiles, taps, 4): in the order of their use; zeros fill up the last tile
@@ -1575,7 +1613,7 @@ struct DirectConvolution : Call {
         }
     }
 
-    // A thread makes a slice from its bands to the end, and finds it in its cache again.
+    // A thread computes a slice from its bands to the output, so normalize_channels finds it in this core's cache.
     void make_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, outs);
@@ -1612,7 +1650,7 @@ Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t gro
     return convolution.output;
 }
 
-// Computed in float32. Where the direct convolution does not pay PyTorch's is taken, and what follows is done in place.
+// Computes in float32. If the direct convolution does not pay, PyTorch's is taken, and the activation is done in place.
 Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (x.scalar_type() != at::kFloat) {
@@ -1641,14 +1679,15 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
 // For _check_activation.
 std::tuple<double, double> activation_at(double z) { return {activation(float(z)), activation_gradient(float(z))}; }
 
-// The gradient of the convolution's result, of type `dtype`; and, in rows, those of beta, gamma, both biases and scale.
+// The gradient dh of the convolution's result, of type `dtype`; and four rows: the gradients of beta, of gamma, of
+// either bias (both have the same), and of scale.
 Tensors backward_meta(
     const Tensor& grad, const Tensor&, at::TensorList parameters, const Tensor&, at::ScalarType dtype) {
     return {at::empty_symint(grad.sym_sizes(), grad.options().dtype(dtype)),
         at::empty_symint({4, parameters[kBias].sym_numel()}, grad.options().dtype(at::kFloat))};
 }
 
-// The gradient of x: dh's convolution with the turned weights.
+// The gradient of x: the convolution of dh with the rotated weights.
 Tensor input_gradient_meta(const Tensor& dh, const Tensor& weight) {
     const auto rows = dh.sym_size(2) + weight.sym_size(2) - 1, columns = dh.sym_size(3) + weight.sym_size(3) - 1;
     return at::empty_symint({dh.sym_size(0), weight.sym_size(1), rows, columns}, dh.options());
@@ -1660,13 +1699,14 @@ extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double e
 extern "C" int conv_input_gradient(
     const void* dh, const void* weight, void* dx, const int64_t* sizes, cudaStream_t stream);
 
-Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
+// Contiguous, and at a multiple of 16 bytes; a slice of another tensor need not be there.
+Tensor aligned(const Tensor& t) {
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 int64_t number_of(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
 
-// Launches either direction; `out` is the output or, with a gradient, dh. Returns the rows of channel_sums.
+// Launches the forward or, with a gradient, the backward; `out` is the output or dh. Returns the rows of channel_sums.
 Tensor launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
     const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
@@ -1741,6 +1781,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
 """
 
 
+# The text between the markers begins with the rest of the first marker's line, which the `//` makes a comment again.
 _activation = CUDA_SOURCE.partition("// ACTIVATION")[2].partition("// END")[0]
 CPP_SOURCE += f"namespace {{ //{_activation.replace('__device__ __forceinline__', 'inline')} }}"
 
@@ -1819,8 +1860,8 @@ NAMESPACE = _load("conv_sigmoid_group_norm")
 _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
 _input_gradient = getattr(torch.ops, NAMESPACE).input_gradient
 
-# The types whose computation the fast path takes over: on a GPU all three, on a CPU float32 and what it has no
-# instructions for. PyTorch's convolution takes up to 30 times as long in such a type as in float32.
+# The types that our kernels take: on a GPU all three, on a CPU float32 and the types for which it has no instructions.
+# PyTorch's convolution takes up to 30 times as long in such a type as in float32.
 _ON_GPU = [torch.float32, torch.float16, torch.bfloat16]
 _ON_CPU = [torch.float32]
 if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_fp16_supported():
@@ -1838,13 +1879,13 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    h = h + bias  # line by line, as the Model: so each old h is freed when the next is there
+    h = h + bias  # line by line, as in the Model: so each old h is freed as soon as the next is computed
     h = h * scale
     return torch.sigmoid(h)
 
 
 def _check_activation() -> None:
-    """Whether `activation`, `activation_gradient` and `_activate` agree, the gradient with differences; also of NaN."""
+    """Raise an error unless `activation` and its gradient are `_activate` and its difference quotients, also of NaN."""
     activation = getattr(torch.ops, NAMESPACE).activation
     z = torch.tensor([-4.3, -3.4, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 4.1, 5.2], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
@@ -1892,7 +1933,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     if computed_in not in (_ON_CPU if x.is_cpu else _ON_GPU):
         return False
     if x.is_cpu and recorded(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
-        return False  # with gradients ATen is the fastest, but for many values of 16 bits
+        return False  # with gradients ATen is the fastest, except for many values of 16 bits
     for t in tensors:
         if t.dtype not in dtypes or t.device != device:
             return False
@@ -1911,6 +1952,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     if x.is_cpu:
         return True
     most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN is faster
+    # The kernel counts tiles in 32 bits. 2**39 values are 2**25 full tiles; 2**30 planes of a pixel make at most 2**30.
     small = samples * channels * rows * columns < 2**39 and samples * channels < 2**30 and height * width < 2**31
     return (high, wide) in ((1, 1), (3, 3)) and ins <= most and small
 
@@ -1921,13 +1963,13 @@ def recorded(tensors: tuple) -> bool:
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
-    """The whole network. Saves its inputs and the groups' mean and rstd; the backward makes h again."""
+    """The whole network. The forward saves its inputs and the groups' statistics; the backward computes h again."""
 
     @staticmethod
     def forward(ctx, groups, eps, x, *parameters):
         out, statistics = _forward(x, parameters, groups, eps)
         ctx.groups, ctx.eps, ctx.dtype = groups, eps, x.dtype
-        if torch.is_autocast_enabled(x.device.type):  # of 16 bits, as PyTorch's own: the convolution's gradients
+        if torch.is_autocast_enabled(x.device.type):  # the convolution's gradients are of 16 bits, as PyTorch's are
             ctx.dtype = torch.get_autocast_dtype(x.device.type)
         ctx.save_for_backward(x, *parameters, statistics)
         return out
@@ -1935,8 +1977,9 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # create_graph: what PyTorch can differentiate again
-            tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
+        if torch.is_grad_enabled():  # create_graph=True: computed by what PyTorch can differentiate again
+            # Views, so that a tensor which was computed from another of them does not add to that one's gradient.
+            tensors = [t.view_as(t) for t in tensors]
             out = _plain(*tensors, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
@@ -1977,15 +2020,15 @@ def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
 
 
 def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
-    """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the sums."""
+    """Whether the layers are as constructed, without hooks, and eps exceeds the variance's rounding error."""
     plain = _is_plain(conv, nn.Conv2d) and _is_plain(norm, nn.GroupNorm) and norm.eps >= 1e-6
     return plain and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
 
 
 def _is_light(tensors: tuple) -> bool:
-    """Whether `fits` would take longer than our kernels save: float32 on a CPU, a small image, or with gradients.
+    """Whether `fits` would take longer than our kernels save: float32 on a CPU, and a small image or gradients.
 
-    A compiled or exported program decides in the operator, when it runs.
+    False while a program is compiled or exported: there the operator decides, when it runs.
     """
     x = tensors[0]
     if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():
@@ -2005,7 +2048,8 @@ class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
-    torch.export under torch.no_grad holds our operator; else, on a CPU, the Model's layers, which PT2E can quantize.
+    What torch.export makes under torch.no_grad holds our operator. Without no_grad, what it makes on a CPU holds the
+    Model's layers, which PT2E can quantize.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):
@@ -2022,7 +2066,7 @@ class ModelNew(nn.Module):
                 of_conv = _read(conv, "weight"), _read(conv, "bias")
                 of_norm = _read(norm, "weight"), _read(norm, "bias")
                 tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)
-                if _is_light(tensors):  # the layers, without what calling them takes
+                if _is_light(tensors):  # what the layers compute, without the time of calling modules
                     return _plain(*tensors, norm.num_groups, norm.eps)
                 if fits(tensors, norm.num_groups):
                     return _fast(tensors, norm.num_groups, norm.eps)
