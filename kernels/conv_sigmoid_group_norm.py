@@ -1933,7 +1933,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     if computed_in not in (_ON_CPU if x.is_cpu else _ON_GPU):
         return False
     if x.is_cpu and recorded(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
-        return False  # with gradients ATen is the fastest, except for many values of 16 bits
+        return False  # with gradients ATen is the fastest, unless there are many values of 16 bits
     for t in tensors:
         if t.dtype not in dtypes or t.device != device:
             return False
