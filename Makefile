@@ -18,14 +18,14 @@ lint: $(VENV)/installed-for-tests
 
 # The committed measurements, anew; MACHINE is a folder of results/. Of one file alone: MEASURED=instance_norm. Of
 # what an A100 runs: MEASURED=instance_norm TORCH_CUDA_ARCH_LIST=8.0+PTX MACHINE=h100_as_8.0
-MACHINE ?= h100
+MACHINE ?= h200
 MEASURED ?= $(patsubst kernels/%.py,%,$(wildcard kernels/*.py kernels/hopper/*.py))
 RECORD = $(VENV)/bin/python harness.py $$name --device cuda
 measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
 	    json=results/$(MACHINE)/$$name; \
 	    $(RECORD) --backward --dtype float32,bfloat16 --json $$json.json; \
-	    case $$name in *linear*) $(RECORD) --backward --precision high --json $${json}_tf32.json;; esac; \
+	    case $$name in *linear*|hopper/conv*) $(RECORD) --backward --precision high --json $${json}_tf32.json;; esac; \
 	done
 
 sweep: $(VENV)/installed

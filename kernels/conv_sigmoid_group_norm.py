@@ -5,19 +5,19 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-Two paths, chosen in `ModelNew.forward`. Our kernels take what `fits` accepts:
+Two paths, chosen in `ModelNew.forward` by `_is_light` and `fits`. Our kernels take:
 
     NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of few input channels; float32, float16,
                     bfloat16, autocast; with gradients or without
     CPU, float32    without gradients; images of 128 pixels or more
-    CPU, 16 bits    the types for which the CPU has no instructions
+    CPU, 16 bits    without gradients, in float32; the types for which the CPU has no instructions
 
-The Model's own layers take the rest.
+The Model's own layers take the rest; of 16 bits with gradients, on such a CPU, they compute in float32.
 
 The forward reads x once for every 32 output channels and writes out once: v stays in registers. The convolution runs on
 tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
-capability 8.0, 9.0, 10.0, 10.3); on other GPUs it uses FMA instructions. The forward is the same when gradients are
-wanted; it then also saves x, the parameters, mean and rstd. The backward computes h again, and from it dh and the
+capability 8.0, 9.0, 10.0, 10.3); compiled for others it uses FMA instructions. The forward is the same when gradients
+are wanted; it then also saves x, the parameters, mean and rstd. The backward computes h again, and from it dh and the
 gradients of the vectors; from dh ATen computes W's gradient, and our kernel x's gradient if the convolution is 3x3 and
 has 4 input channels or more (otherwise ATen computes that, too).
 
@@ -113,7 +113,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // least as many blocks as a sample has tiles. Blocks take tiles in order, so a waiting block needs only tiles of its
 // own sample, and other blocks have begun these or begin them after finishing a tile of an earlier sample. If the grid
 // has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, the kernel is launched twice: the
-// first launch publishes, the second reads x again, convolves again, and finishes.
+// first launch only publishes; the second repeats the convolution and finishes.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. An exception is float32 on compute
 // capability 8.0 with 3x3 kernels and at most 16 output channels: a block takes 86 KiB of shared memory there, of 164.
@@ -157,7 +157,7 @@ constexpr int kPixels = kValues / kChannels;    // pixels per thread and channel
 constexpr int kPairs = kPixels / kRows / 2;     // pairs of columns per row of a thread
 constexpr int kPart = 16;                       // pixels that a thread loads or stores at once
 constexpr int kMostOuts = 32;                   // output channels of a tile
-constexpr int kStage = 8;                       // most input channels of a stage, that is, in shared memory at once
+constexpr int kStage = 8;                       // most input channels of a stage: multiplied at once
 constexpr int kMostTaps = 9;
 constexpr int kMostSets = 16;                   // most stages whose weights can stay in shared memory
 constexpr int kColumns = 32;                    // pixel columns of a tile
@@ -239,8 +239,8 @@ struct Shared {
     Tile tiles[2];  // the one in work and the next
 };
 
-// threadIdx.x. `volatile`, so that the compiler recomputes it at each use, and does not keep values derived from it in
-// registers.
+// threadIdx.x. `volatile` forces a new read at each use: otherwise values derived from it stay in registers, and others
+// spill.
 __device__ __forceinline__ unsigned read_thread() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -338,9 +338,9 @@ __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) 
     return min(p.stage, p.in_channels - first);
 }
 
-// By a block: calls use(channel, line, column) for this thread's packs of columns, in `channels` channels. copy_x and
-// receive_x get the same packs, so a thread reads only what it copied itself, and no __syncthreads is needed in
-// between.
+// By a block: shares the packs, PACK neighbouring columns each, of `channels` channels among the threads, and calls
+// use(channel, line, column) for each pack of this thread. copy_x and receive_x get the same packs, so a thread reads
+// only what it copied itself, and no __syncthreads is needed in between.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
     constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // constants: divisions are slow
@@ -1885,7 +1885,7 @@ def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def _check_activation() -> None:
-    """Raise an error unless `activation` and its gradient are `_activate` and its difference quotients, also of NaN."""
+    """Raise an error unless `activation` (of NaN, too) and its gradient are `_activate` and its difference quotients."""
     activation = getattr(torch.ops, NAMESPACE).activation
     z = torch.tensor([-4.3, -3.4, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 4.1, 5.2], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
@@ -1952,7 +1952,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     if x.is_cpu:
         return True
     most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN is faster
-    # The kernel counts tiles in 32 bits. 2**39 values are 2**25 full tiles; 2**30 planes of a pixel make at most 2**30.
+    # The kernel counts tiles in 32 bits. 2**39 values are 2**25 full tiles; 2**30 planes of a pixel are 2**30.
     small = samples * channels * rows * columns < 2**39 and samples * channels < 2**30 and height * width < 2**31
     return (high, wide) in ((1, 1), (3, 3)) and ins <= most and small
 
