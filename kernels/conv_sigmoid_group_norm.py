@@ -1885,7 +1885,7 @@ def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def _check_activation() -> None:
-    """Raise an error unless `activation` (of NaN, too) and its gradient are `_activate` and its difference quotients."""
+    """Raise an error unless `activation` (also of NaN) and its gradient are `_activate` and its difference quotient."""
     activation = getattr(torch.ops, NAMESPACE).activation
     z = torch.tensor([-4.3, -3.4, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 4.1, 5.2], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
