@@ -104,26 +104,28 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
-// without the last term, and the finisher divides the sum by both rows' scales. The dropped lo lo' is at most 2^-22 of
-// v v', 2^-24.5 rms, and of either sign, so that over K products such errors partly cancel. Float32 arithmetic loses up
-// to 2^-24 of the whole sum at each of its K additions.
+// without the last term, and the finisher (warpgroup 2, see below) multiplies the sum by both rows' inverse scales. The
+// dropped lo lo' is at most 2^-22 of v v', 2^-24.5 rms, and of either sign, so that over K products such errors partly
+// cancel. Float32 arithmetic loses up to 2^-24 of the whole sum at each of its K additions.
 //
-// The tensor cores do not round their sums, they truncate them. Therefore each sum over 64 of K starts at zero, takes
-// the small products first, and is then added to float32 registers, which round (Ootomo and Yokota, arXiv 2203.03341).
-// What is left: h is too small by 0.75 * 2^-23 of itself on average, as measured for K from 128 to 20000. (The backward
-// of linear_instance_norm_residual makes up for it: see kTruncated. In linear_swish_group_norm h goes through the
-// activation before the norm, so no one factor could.)
+// The tensor cores do not round their sums, they truncate them. So for every 64 of K a consumer starts its accumulators
+// at zero, multiplies hi lo' and lo hi' first, then hi hi', and then adds the accumulators to other registers by
+// float32 additions, which round (Ootomo and Yokota, arXiv 2203.03341). What is left: h is too small by 0.75 * 2^-23 of
+// itself on average, as measured for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for
+// it: see kTruncated. In linear_swish_group_norm h goes through the activation before the norm, so no one factor
+// could.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
 // OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
 //
-// A line is 64 neighbouring numbers of a row of pieces, 128 bytes. kLineK is how many of K it holds:
+// A line is 64 neighbouring numbers of a row of pieces, 128 bytes. It covers kLineK places along K:
 //
 //     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
 //
-// `multiply` runs one block a multiprocessor, and block i computes every gridDim.x-th tile of the output from i on. Of
-// shared memory, stage s holds one line of all the tile's rows of x and of W. Slot t holds 64 x 64 finished sums.
+// `multiply` runs one block a multiprocessor, and block i computes every gridDim.x-th tile of the output from i on. In
+// its shared memory, stage s holds one line of each of the tile's rows of x and of W. Slot t holds 64 x 64 finished
+// sums.
 //
 //     warpgroup   role        waits for    does                                                           signals
 //     3           producer    empty[s]     one thread starts TMA copies of a line of x and W to stage s   full[s]
@@ -133,21 +135,20 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //                                          unscales them, applies the epilogue, stores the output
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The slots are one ring. The consumers fill it in
-// turn, and the finisher empties it in the same order. Number s of a tile's slots holds
-//
-//     the sums of consumer s % 2,  of the block s / 4 of 64 of its rows,  of the left or right 64 columns: s / 2 % 2
+// turn, and the finisher empties it in the same order. The s-th slot that is filled for a tile holds sums of consumer
+// s % 2: of rows 64 (s / 4) to 64 (s / 4) + 63 of its half, and of the left (s / 2 % 2 = 0) or the right 64 columns.
 //
 // Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
-//   - A scaled value is "coarse" if 2^-25 is more than its pieces lose anyway: below 2^-2 with hi and lo, which lose up
-//     to 2^-23 of it, and below 2^-14 with hi alone, which loses up to 2^-11 of it.
+//   - A scaled value is "coarse" if 2^-25 is more than the relative error that its pieces have anyway: below 2^-2 with
+//     hi and lo, which err by up to 2^-23 of it, and below 2^-14 with hi alone, which errs by up to 2^-11 of it.
 //   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
 //     by less than c * 2^-25 * 2^15 = c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does (or by 2^-11, as TF32 does). For sums of c * 2^14 (or c * 2)
-//     and more, that is more than the coarse values change.
+//   - A sum may err by 2^-24 of itself, as float32 does (or by 2^-11, as TF32 does). If it is c * 2^14 (or c * 2) or
+//     more, that is more than the coarse values change.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 (or 2) as the row's `doubt`. If a sum is
-//     below the doubt of its two rows, the finisher computes it again in float32, from x and W. That happens to fewer
-//     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate: such sums, scaled,
-//     have a standard deviation over 2^29, and few rows have a coarse value).
+//     below the doubts of its two rows together, the finisher computes it again in float32, from x and W. That happens
+//     to some three of 10^6 sums of normal random operands at K = 8192, and to fewer at smaller K (an estimate: such
+//     sums, scaled, have a standard deviation over 2^29, and a row has 0.3 coarse values).
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 //
 // To change the tile. Its columns, 128, are the n of the instruction m64n128k16 (WGMMA lists its 64 registers). Its
@@ -157,8 +158,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 constexpr int kTileColumns = 128;
 constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and wgmma
-// The tiles of a band, 2048 rows of x, are taken column by column, so that L2 holds the band's pieces (8 MB where K is
-// 1024) until the last column of tiles has used them.
+// The tiles of a band, 2048 rows of x, are taken column by column, so that L2 holds the band's pieces (8 MB for
+// three products where K is 1024) until the last column of tiles has used them.
 constexpr int kBand = 2048;
 constexpr int kMultiplyThreads = 512;
 struct ThreeProducts {
@@ -167,7 +168,8 @@ struct ThreeProducts {
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kLineK = kLine / kPieces;  // values in a line
     static constexpr int kTileRows = 128;  // of x
-    // Of 32 KiB. Lines come in fours, as the loop over the stages is unrolled, which saves 1 to 4% of the time.
+    // A stage has 32 KiB. K is padded to four lines: the loop over the stages is unrolled, which saves 1 to 4% of the
+    // time.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarse = 0x1p-2f;  // see Range
@@ -203,8 +205,8 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// The smallest of many exponents, in a word of memory that is zeroed beforehand. The word holds 1024 - exponent, which
-// is positive as all exponents are between -252 and 252: so the smallest exponent is the largest word, and 0 is none.
+// Threads find the smallest of their exponents by atomicMax on a word of memory that is zeroed beforehand. Each submits
+// 1024 - exponent, which is positive as all exponents are between -252 and 252; 0 means that none was submitted.
 __device__ __forceinline__ void note_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -267,8 +269,8 @@ struct Operand {
     // writes the smallest exponent.
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i], or less, if otherwise
-    // its largest value would be above 2^15.
+    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i], lowered if necessary so
+    // that its largest value stays below 2^15.
     const int *base, *offsets;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int of_largest = scale_exponent(largest);
@@ -548,7 +550,8 @@ template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>
     }
 }
 
-// Each warp waits only for its own quarter of a wgmma. So each of the eight warps arrives at `empty`.
+// After wgmma_wait a warp knows that its own quarter of the products has been made, not the others'. So all eight warps
+// of the consumers arrive at `empty` before the producer fills the stage again.
 template <class Scheme> __device__ __forceinline__ void free_stage(MultiplyShared<Scheme>& shared, int s) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
 }
@@ -634,14 +637,13 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     slot.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         if (Scheme::kPieces == 2) {
-            // Before each tile warpgroup 0 arrives here and goes on, and 1 waits for this arrival. That is the only
-            // delay. So 0's first products are queued before 1's, and from then on one warpgroup adds in float32 while
-            // the tensor cores multiply for the other. If both began at once, both would add at once, and the tensor
-            // cores would idle.
+            // Before each tile warpgroup 0 arrives here without waiting, and 1 waits for this arrival. So 0's first
+            // products are queued before 1's, and from then on one warpgroup adds in float32 while the tensor cores
+            // multiply for the other. If both began at once, both would add at once, and the tensor cores would idle.
             //
-            // There are two barriers, because 0 may be ahead of 1 by the ring, which is 4 lines. If a tile has only 4
-            // lines, 0 may arrive for the next tile before 1 has begun this one. ring.phase changes every 4 lines, so
-            // that these two arrivals are at different barriers.
+            // There are two barriers, because 0 may be ahead of 1 by all stages, 4 lines. If a tile has only 4 lines, 0
+            // may arrive for the next tile before 1 has waited for this one. ring.phase changes every 4 lines, so that
+            // these two arrivals are at different barriers.
             if (warpgroup > 0) barrier_sync(1 + ring.phase, 256);
             else barrier_arrive(1 + ring.phase, 256);
         }
@@ -823,7 +825,7 @@ static int device_attribute(cudaDeviceAttr attribute) {
 }
 static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 // Whether our product computes h = x W^T: on sm_90, with rows of multiples of 16 bytes, and of at least 2^30
-// multiplications, as smaller ones leave multiprocessors without a tile. Sizes are below 2^24: float32 counts the
+// multiplications: smaller ones often leave multiprocessors without a tile. Sizes are below 2^24: float32 counts the
 // coarse values of a row exactly up to there, and kLargestUnscale relies on it.
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes) {
     const int64_t pack = 16 / value_bytes;
@@ -942,22 +944,22 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 //     dW = G^T x    G's columns    x's columns      G's rows and x's rows         G, MN-major   x, MN-major
 //
 // The forward divides each sum by the scales of its two rows. Here a sum goes over W's rows, or over G's and x's rows,
-// and a scale that changes from one term to the next cannot be divided out of a sum. So what a row of one factor is
-// multiplied by, the other factor is divided by:
+// and a scale that changes from one term to the next cannot be divided out of a sum. So index i of the summed dimension
+// is multiplied by a factor in one operand, and by its inverse, times one scale for all, in the other:
 //
 //     G's row i       is multiplied by 2^a_i, which brings its largest value to [2^14, 2^15)
 //     x's row i       is multiplied by 2^-a_i and one scale for all of x
 //     W's row j       is multiplied by one scale for all of W and by 2^-b_j, where b_j is from -12 to 0: it is not 0
-//                     where the row's largest value is below 2^-12 of W's largest
+//                     where the exponent of the row's largest value is more than 12 below that of W's largest
 //     G's column j    is multiplied by 2^b_j
 //
 // In dX the b_j cancel, and row i is divided by 2^a_i and W's scale. In dW the a_i cancel, and row j, which is of G's
 // column j, is divided by 2^b_j and x's scale.
 //
-// Why 12: hi and lo lose 2^-23 of a scaled value down to 2^-2 (see Range), which is 2^-16 or less of the largest. So a
-// row of W whose largest value is 2^-12 of W's largest still has 4 bits left for its own smaller values. A row below
-// that is multiplied by up to 2^12 more, and G's column is divided by as much: 4 of its 16 bits are left then, too. So
-// W's values down to 2^-28 of the largest are multiplied as exactly as the largest. With a feature whose weights are
+// Why 12: hi and lo err by 2^-23 of a scaled value down to 2^-2 (see Range), and the largest is 2^14 or more: full
+// precision spans 16 powers of two. Of a row of W whose largest value is 2^-12 of W's largest, it spans 4. A smaller
+// row is multiplied by up to 2^12 more, and G's column divided by as much, so that there, too, full precision spans 4.
+// So W's values down to 2^-28 of the largest are multiplied as exactly as the largest. With a feature whose weights are
 // 10^6 times as large as the others', dX had 2.1 times eager's error without the b_j, and 0.4 times with them. Errors
 // are small beside the norm of a row of dX, and beside the norm of all of dW.
 constexpr int kSpareBits = 12;
@@ -1048,8 +1050,8 @@ __device__ __forceinline__ void load_columns(const float* from, float (&v)[kThre
         v[i + 3] = four.w;
     }
 }
-// Of 16-bit values a thread beyond n reads the row's last columns, and nobody stores what it makes of them. (Zeros, as
-// above, would make group_gradients spill registers.) n is a multiple of kThreadColumns.
+// For 16-bit types: a thread whose columns lie beyond n reads the row's last columns instead, and its results are never
+// stored. (Zeros, as above, would make group_gradients spill registers.) n is a multiple of kThreadColumns.
 template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns], int n) {
     const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
     const auto* at = reinterpret_cast<const Pack<T, 8>*>(from + column);
@@ -1109,8 +1111,8 @@ extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
 //     activation_slope      the derivative
 //     _finish_plainly       in Python, the plain path
 //     ModelNew.forward      in Python, the lines for torch.jit.script
-// The error of v must be small relative to v: a group of small v is divided by its small spread. Where |h| is large the
-// slope must be finite, as 0 times infinity is NaN.
+// In float32 the error of v must be small relative to v: a group of small v is divided by its small spread. Where |h|
+// is large the slope must be finite, as 0 times infinity is NaN.
 //
 // The relative error of sigmoid is 2^-23 near 0 and 2^-18 at -87. Below -87.34 the result is flushed to 0.
 __device__ __forceinline__ float sigmoid(float h) {
