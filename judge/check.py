@@ -59,7 +59,6 @@ from judge.worker import GARBLED, Rejected, Worker, settle, shared, state_of
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
 LARGE_BYTES = 2 << 30  # an answer beyond which no request is put that takes many of them at once
-FEW = 0.01  # of an answer's elements may be as far from the Model as that is from the exact result
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -533,12 +532,9 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         if not found.far:
             continue
         if right and (as_numbers(new).isnan() == as_numbers(eager).isnan()).all():
-            # In another layout the Model may sum in another, better order: it counts what it errs in this one, too.
-            known = case.errors.get(name) if request.layout != "dense" else None
-            few = request.gates == 1 or found.far <= FEW * found.count
             close = are_close(new, right[name], tolerance, scale_of(name, right[name]))
-            if close or (few and not [*found.over_limit(case.eps, known)]):
-                continue  # the Model is as far off itself
+            if close or (request.gates == 1 and not [*found.over_limit(case.eps)]):
+                continue  # the Model is far off itself
             doubts += request.gates == 1
         allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
         place, mine, theirs = found.worst_of(new, eager)

@@ -112,13 +112,8 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, dete
 
 @on_hopper
 @pytest.mark.parametrize(("case", "dtype"), FAST, ids=str)
-def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype, request):
-    """Also in a checkpoint, which runs it without them first, and then once more with them.
-
-    The portable convolution leaves the gradient of W to PyTorch's, which asks for a mode to be the same each time.
-    """
-    if case.stem == "conv_sigmoid_group_norm":
-        request.getfixturevalue("deterministic")
+def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype):
+    """Also in a checkpoint, which runs it without them first, and then once more with them."""
     _, new, inputs = build(case, "cuda", dtype)
     expected = output_and_gradients(new, inputs, None)
     again = output_and_gradients(new, inputs, reentrant=True)
