@@ -161,9 +161,11 @@ def slower_table() -> str:
         runs = sweep(name)
         for baseline in ("eager", "compile"):
             timed = [run for run in runs if baseline in run["speedup"]]
+            if not timed:
+                continue
             slower = [run for run in timed if run["speedup"][baseline] < 0.995]
             factors = [run["speedup"][baseline] for run in timed]
-            span = f"{min(factors):.2f}x to {max(factors):.3g}x" if factors else "not measured"
+            span = f"{min(factors):.2f}x to {max(factors):.3g}x"
             slowest = sorted(slower, key=lambda run: run["speedup"][baseline])[:3]
             shapes = (" and ".join(" x ".join(map(str, shape)) for shape in run["shapes"]) for run in slowest)
             said = [f"{shape} {run['dtype']}: {times(run, baseline)}" for shape, run in zip(shapes, slowest)]
