@@ -11,13 +11,13 @@ float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are n
 Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own lines.
 
 On a GPU a large float32 product (`_is_large`) without TF32 runs on tensor cores, as three fp16 products, where that is
-faster (`_BY_PIECES`). All other products are nn.Linear's own (cuBLAS), launched before the other Python checks, so that
-the GPU starts early; some small 16-bit ones are done in float32 (`_is_widened`). `finish_rows` then reads h and y, once
-if F is up to 8192, and writes the output.
+faster (`_BY_PIECES`). All other products are nn.Linear's own (cuBLAS), launched before Python checks whether the rest
+fits, so that the GPU starts early; some small 16-bit ones are done in float32 (`_is_widened`). `finish_rows` then reads
+h and y and writes the output. It reads each value once if F <= 8192.
 
-In the backward `row_gradients` reads h, y and the output's gradient, once if F is up to 8192, and writes y's gradient
-and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are
-large, else by cuBLAS.
+In the backward `row_gradients` reads h, y and the output's gradient, again each value once if F <= 8192, and
+writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
+was and they are large, else by cuBLAS.
 
 On a CPU, threads finish the rows of PyTorch's product; 16-bit inputs are computed in float32 where that is faster. Read
 "The rows" first, "The product" when you want to know how it is done.
@@ -51,15 +51,16 @@ CUDA_SOURCE = r"""
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
 // Tensor cores multiply fp16 numbers, of 11 bits, exactly and add the products up in float32. A float32 number, of 24
-// bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest. Then
+// bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest.
+// Counted in x's last bit the rest is at most 2^12, where lo has steps of 2, and so is off by at most 1, 2^-23 of x:
 //
-//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike, so x w is nearly
+//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike. So x w is nearly
 //
 //     hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-// and lo lo' may be dropped. The signs of lo lo' vary, so over K terms they add up to less than what float32 itself
-// loses: 2^-24 of the whole sum so far, K times. Three products remain, on tensor cores, whose fp16 rate is 7 to 16
-// times the rate of float32 arithmetic.
+// and lo lo' is dropped. The K terms lo lo' of a sum have different signs and mostly cancel: they add up to less than
+// what float32 loses when it rounds, by up to 2^-24 of the sum so far, after each of K additions. Three products
+// remain. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
 //
 // Scales. fp16 ends at 65504. So each row is multiplied by the power of two that brings its largest value to
 // [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row whose
@@ -68,8 +69,9 @@ CUDA_SOURCE = r"""
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
 // grow with K. After every 32, 64 or 128 of K the accumulators are added to sums in float32 registers and begin anew
-// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (64 for 32
-// would take 9% less time, 128 for 64 another 4%, but errors could exceed SGEMM's by a factor of up to 1.2.)
+// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (The
+// product would take 9% less time with 64 in place of 32, and 4% less with 128 in place of 64. But then its errors
+// could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -110,9 +112,9 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// TURNED: C = A B, with B given as (K, n) and each of its rows split. A stage then holds 32 rows (of K) of B, and of
-// each the four lines that have the tile's 128 columns: first line 0 of all 32 rows, then line 1 of all, and so on.
-// While it reads them, ldmatrix.trans transposes them.
+// TURNED: the product is C = A B instead, with an MN-major B: given as (K, n), and each of its rows split. A stage then
+// holds 32 rows (of K) of B, and of each row the four lines that have the tile's 128 columns: first line 0 of all 32
+// rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way from shared memory to registers.
 
 constexpr int kLine = 64;  // fp16 numbers
 constexpr int kTileRows = 64;
@@ -316,8 +318,9 @@ template <bool TURNED> struct Copies {
         commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
     }
 };
-// A warp's operands of mma, in three slots. Slot 0: hi of K 0..15. Slot 1: hi of K 16..31. Slot 2: lo of the one, then
-// lo of the other. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
+// A warp's operands of mma, in three slots of registers. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2
+// holds lo of K 0..15 first, and lo of K 16..31 later. load_a and load_b fill a slot from a quarter of the line in a
+// stage. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -395,8 +398,10 @@ template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThread
             scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
         }
         const int end = min(line + anew, lines);
-        // The loads of the next operands are issued before the multiply_add that they overlap. Of a line, the small
-        // products come first, since what is added is truncated relative to the accumulator.
+        // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
+        //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
+        // The small products come first, since what is added is truncated relative to the accumulator. The loads of the
+        // next operands are issued before the multiply_add that they overlap.
         for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
             registers.load_a(0, stage, 0);
@@ -796,8 +801,9 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 
 // With z as above and d = grad * y, which is z's gradient:
 //     grad_y = grad * (z + y) + d;    grad_h = rstd * (d - mean(d) - z * mean(d z))
-// A group of threads owns a row. The statistics' rstd is too large by the fraction `truncated` (see _truncation_of in
-// Python); grad_h is computed from an rstd without this error. grad_y is null if it is not wanted.
+// A group of threads owns a row. Tensor cores truncate, so h is a little too small and the statistics' rstd too large,
+// by the fraction `truncated` (see _truncation_of in Python). grad_h is computed from an rstd without this error.
+// grad_y is null if it is not wanted.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
     using Held = HeldRows<T, 3>;
@@ -1275,7 +1281,8 @@ def _finish(norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncated: float 
 def _truncation_of(k: int) -> float:
     """By what fraction |h|, and so 1 / rstd, is too small on average, because tensor cores truncate.
 
-    Measured for K from 128 to 20000; accumulators begin anew less often from 1024 and from 4096 on (launch_multiply).
+    In units of 2^-23 it was measured to be 0.33, 1.13 and 2.9, for K from 128 to 20000: the longer accumulators go on,
+    the more, and they begin anew after 32, from K = 1024 on after 64, and from 4096 on after 128 (launch_multiply).
     In z the two errors cancel, but all of h's gradients would be too large.
     """
     return (0.33 if k < 1024 else 1.13 if k < 4096 else 2.9) * 2**-23

@@ -5,18 +5,19 @@
 
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-The fast path is taken (`_fits`) when the three vectors have one value per feature, h, the linear layer's output, is
-2-D, all four are float32, float16 or bfloat16, a group has 16, 32, 64, 128 or, on a GPU, 8 features, and there are no
-hooks, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's
-own lines.
+The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
+feature; all of these are float32, float16 or bfloat16; a group has 16, 32, 64, 128 or, on a GPU, 8 features; and there
+are no hooks, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the plain path: the
+Model's own lines.
 
 On a GPU the product is done in one of three ways:
   - All 16-bit products, and float32 ones that are small (`_is_large`) or not worth a split (`_pays`), are nn.Linear's
-    own (cuBLAS). They are launched before the other Python checks, so that the GPU starts early.
+    own (cuBLAS). They are launched before Python checks whether the rest fits, so that the GPU starts early.
   - Other float32 products run on tensor cores, as three fp16 products, and are at least as accurate as cuBLAS's.
   - Where TF32 is allowed, cuBLAS instead multiplies fp16 numbers, which have TF32's 11 bits, in half the time of its
     TF32 product.
-The second way has all the rest in its epilogue if groups have 64 features. Else one kernel, `finish_groups`, does it.
+If groups have 64 features, the second way's epilogue does all that follows the product. In the other cases one more
+kernel, `finish_groups`, does it.
 
 In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the vectors' gradients. Then
 dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are large, else by cuBLAS.
@@ -26,8 +27,8 @@ Read "The groups" first, "The product" when you want to know how it is done.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.21 ms, 3.71x
-eager, with backward 7.56 ms, 3.06x; TF32 allowed 0.83 ms, 4.1x; bfloat16 0.56 ms, 4.9x. An earlier version with
-cuBLAS's float32 product, which this file uses on compute capability 8.6, took 5.9 ms in float32, 1.4x, on an H200.
+eager, with backward 7.56 ms, 3.06x; TF32 allowed 0.83 ms, 4.1x; bfloat16 0.56 ms, 4.9x. With cuBLAS's float32 product,
+as on compute capability 8.6, an earlier version took 5.9 ms in float32 on an H200, 1.4x eager.
 """
 
 import contextlib
@@ -54,15 +55,16 @@ CUDA_SOURCE = r"""
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
 // Tensor cores multiply fp16 numbers, of 11 bits, exactly and add the products up in float32. A float32 number, of 24
-// bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest. Then
+// bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest.
+// Counted in x's last bit the rest is at most 2^12, where lo has steps of 2, and so is off by at most 1, 2^-23 of x:
 //
-//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike, so x w is nearly
+//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike. So x w is nearly
 //
 //     hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-// and lo lo' may be dropped. The signs of lo lo' vary, so over K terms they add up to less than what float32 itself
-// loses: 2^-24 of the whole sum so far, K times. Three products remain, on tensor cores, whose fp16 rate is 7 to 16
-// times the rate of float32 arithmetic.
+// and lo lo' is dropped. The K terms lo lo' of a sum have different signs and mostly cancel: they add up to less than
+// what float32 loses when it rounds, by up to 2^-24 of the sum so far, after each of K additions. Three products
+// remain. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
 //
 // Scales. fp16 ends at 65504. So each row is multiplied by the power of two that brings its largest value to
 // [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row whose
@@ -71,8 +73,9 @@ CUDA_SOURCE = r"""
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
 // grow with K. After every 32, 64 or 128 of K the accumulators are added to sums in float32 registers and begin anew
-// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (64 for 32
-// would take 9% less time, 128 for 64 another 4%, but errors could exceed SGEMM's by a factor of up to 1.2.)
+// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (The
+// product would take 9% less time with 64 in place of 32, and 4% less with 128 in place of 64. But then its errors
+// could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -113,9 +116,9 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// TURNED: C = A B, with B given as (K, n) and each of its rows split. A stage then holds 32 rows (of K) of B, and of
-// each the four lines that have the tile's 128 columns: first line 0 of all 32 rows, then line 1 of all, and so on.
-// While it reads them, ldmatrix.trans transposes them.
+// TURNED: the product is C = A B instead, with an MN-major B: given as (K, n), and each of its rows split. A stage then
+// holds 32 rows (of K) of B, and of each row the four lines that have the tile's 128 columns: first line 0 of all 32
+// rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way from shared memory to registers.
 
 constexpr int kLine = 64;  // fp16 numbers
 constexpr int kTileRows = 64;
@@ -319,8 +322,9 @@ template <bool TURNED> struct Copies {
         commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
     }
 };
-// A warp's operands of mma, in three slots. Slot 0: hi of K 0..15. Slot 1: hi of K 16..31. Slot 2: lo of the one, then
-// lo of the other. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
+// A warp's operands of mma, in three slots of registers. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2
+// holds lo of K 0..15 first, and lo of K 16..31 later. load_a and load_b fill a slot from a quarter of the line in a
+// stage. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -398,8 +402,10 @@ template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThread
             scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
         }
         const int end = min(line + anew, lines);
-        // The loads of the next operands are issued before the multiply_add that they overlap. Of a line, the small
-        // products come first, since what is added is truncated relative to the accumulator.
+        // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
+        //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
+        // The small products come first, since what is added is truncated relative to the accumulator. The loads of the
+        // next operands are issued before the multiply_add that they overlap.
         for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
             registers.load_a(0, stage, 0);
@@ -726,8 +732,9 @@ struct SwishGroupNorm {
     }
 };
 // In all other cases this kernel follows the product, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring lanes
-// hold a group. Each thread has 16 bytes of it in kSliceRows rows, and loads bias, gamma and beta once. SCALED: h holds
-// the raw product of hi and hi'. The kernel scales it, adds the linear bias and, if `recorded`, stores it back.
+// hold a group. Each thread has the same 16 bytes of columns in kSliceRows rows, so it loads their bias, gamma and beta
+// once. SCALED: h holds cuBLAS's product of hi and hi', still scaled. The kernel divides out the scales, adds the
+// linear bias and, if `recorded`, stores the result back to h.
 constexpr int kSliceRows = 4;
 template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish_groups(T* __restrict__ h,
     const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta, T* __restrict__ out,
@@ -893,8 +900,8 @@ template <typename T, bool SCALED> static cudaError_t launch_groups(void* h, con
     cudaStream_t stream) {
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
     constexpr int V = 16 / sizeof(T);
-    // 2^24 blocks would mean 256 GiB for h alone. So there are fewer (this is not checked), and the kernel's index is
-    // below 2^32.
+    // A block takes 16 KiB of h. With 2^24 blocks h would have 256 GiB, so there are fewer (which is not checked), and
+    // the kernel's index, below 256 times their number, fits 32 bits.
     const unsigned blocks = unsigned(divide_up(divide_up(m, kSliceRows) * n / V, 256));
     finish_groups<T, SCALED><<<blocks, 256, 0, stream>>>(static_cast<T*>(h), as(bias), as(gamma), as(beta),
         static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V), linear, recorded);
