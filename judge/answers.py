@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import NamedTuple
 
 import torch
@@ -16,17 +17,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 RANDOM = "changes PyTorch's random state"
 REUSED = "gives the memory of an earlier answer again"
 
-# How a process calls its module: words of `Request.how`.
-LOADED = "the weights come by load_state_dict, not in place as an optimizer writes them"
-TWIN = "another instance, with other weights, is called first"
-MOVED = "the weights have moved in memory, to where nothing is aligned"
-POISONED = "new memory is full of NaN"
-TRAINING = "module.train() was called, and the answer is to be that of eval()"
-CLONED = "each output is copied before the next call"
-REPEATED = "of many calls the answer that is the least like the first"
-THREADS = "the same, each set of inputs in a thread of its own"
-LATE = "on another stream, on which the inputs come late"
-CAPTURED = "replayed from a CUDA graph"
+
+class How(Flag):
+    """How a process calls its module."""
+
+    PLAINLY = 0
+    LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
+    TWIN = auto()  # another instance, with other weights, is called first
+    MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
+    POISONED = auto()  # new memory is full of NaN
+    TRAINING = auto()  # module.train() was called, and the answer is to be that of eval()
+    CLONED = auto()  # each output is copied before the next call
+    REPEATED = auto()  # of many calls the answer that is the least like the first
+    THREADS = auto()  # the same, each set of inputs in a thread of its own
+    LATE = auto()  # on another stream, on which the inputs come late
+    CAPTURED = auto()  # replayed from a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Request:
     # The process reads how it is called.
     mode: str = "eval"  # or "train" or "inference"
     order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
-    how: frozenset = frozenset()
+    how: How = How.PLAINLY
     seeded: bool = False  # the Model draws random numbers: each call begins with the same ones
     # And how gradients are asked for.
     whose: str = ""  # "nobody's", "parameters", "inputs" or "all"; "": as the direction has it
@@ -64,7 +69,7 @@ class Request:
 
         It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
         """
-        poisoned = POISONED in self.how
+        poisoned = How.POISONED in self.how
         deterministic = torch._C._set_deterministic_algorithms  # torch's own function imports a compiler: seconds
         if poisoned:
             deterministic(True, warn_only=True)
@@ -129,7 +134,7 @@ def answers_of(module, sets: list[list], request: Request, names: Names | None =
             result = call(*sets[i])
             if i == 0 or position == len(request.order) - 1:
                 forms = [form_of(leaf, request) for leaf in tree_leaves(result)]
-                if CLONED in request.how:
+                if How.CLONED in request.how:
                     result = tree_map_only(torch.Tensor, torch.clone, result)
                 calls.append((i, result, forms))
             del result
@@ -161,7 +166,7 @@ def answer_of(module, names: Names, call: tuple, wanted: dict, request: Request,
         for last in range(request.passes):
             again = {"retain_graph": True} if last < request.passes - 1 else {}
             gradients = torch.autograd.grad(roots, of, incoming, allow_unused=True, **again)
-        if POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
+        if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
         forms = forms + [form_of(gradient) for gradient in gradients]
@@ -180,7 +185,7 @@ class Watch:
     def __init__(self, module, sets: list, names: Names, request: Request):
         self.module, self.sets, self.names = module, sets, names
         # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
-        small = math.inf if POISONED in request.how else 1 << 16
+        small = math.inf if How.POISONED in request.how else 1 << 16
         self.before = {}
         for name, x in self.watched().items():
             strided = x.layout == torch.strided

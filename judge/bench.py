@@ -288,11 +288,12 @@ def verdict(low: float, high: float, disturbed: bool) -> str:
 
 def interference(samples: Samples) -> list[str]:
     """Signs that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
-    found = []
+    wide = []
     for name, values in samples.ms.items():
         low, _, high = statistics.quantiles(values, n=4)
         if (share := (high - low) / statistics.median(values)) > WIDE_SPREAD:
-            found.append(f"the middle half of {name}'s times spans {100 * share:.0f}% of their median")
+            wide.append(f"{'ModelNew' if name == 'new' else name} {100 * share:.0f}%")
+    found = [f"the middle half of the times spans, in percent of their median: {', '.join(wide)}"] if wide else []
     relative = [[ms / statistics.median(values) for ms in values] for values in samples.ms.values()]
     rounds = [statistics.fmean(times) for times in zip(*relative)]
     third = len(rounds) // 3

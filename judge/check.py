@@ -19,40 +19,8 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_map_only
 
-from judge import switches
-from judge.answers import (
-    CAPTURED,
-    CLONED,
-    LOADED,
-    MOVED,
-    POISONED,
-    RANDOM,
-    REPEATED,
-    REUSED,
-    THREADS,
-    TRAINING,
-    TWIN,
-    Answer,
-    Names,
-    Request,
-    answers_of,
-    same_bits,
-    tensors_of,
-)
-from judge.gates import (
-    TOLERANCE,
-    ULPS,
-    Coarsest,
-    Errors,
-    TiesTheOtherWay,
-    are_close,
-    as_numbers,
-    compare,
-    finite,
-    in_tolerances,
-    scale_of,
-    unlike,
-)
+from judge import gates, switches
+from judge.answers import RANDOM, REUSED, Answer, How, Names, Request, answers_of, same_bits, tensors_of
 from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, requests_after
 from judge.source import RAISED, Problem, cast, last_line, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, settle, shared, state_of
@@ -97,12 +65,12 @@ class Case:
     made_from: int = 0  # the seed of its weights
     own: dict[str, str] | None = None  # the candidate's name of each tensor (`Names`); {}: made from the same seed
     fits: bool = False  # the candidate's state_dict has the Model's names and no others, and is made with its values
-    graphs: bool = False  # the candidate keeps CUDA graphs
+    graphs: bool = False  # the candidate captures CUDA graphs
     constant: bool = False  # the Model's answer is the same whatever it is given
     is_large: bool = False  # a few of its inputs and answers fill a GPU's memory
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)
-    errors: dict[str, Errors] = field(default_factory=dict)
+    errors: dict[str, gates.Errors] = field(default_factory=dict)
 
     def inputs(self, seed: int, batch: int | None = None) -> list:
         """The same on every call: they are drawn again rather than kept, which would take memory."""
@@ -184,7 +152,7 @@ class Case:
         """What a copy of the Model, in this dtype, answers to a single call, by name."""
         with switches.kept(self.precision):
             model = cast(copy.deepcopy(model), dtype or self.dtype).train(request.mode == "train")
-            return self.answers(model, [inputs], replace(request, order=(0,), how=frozenset()))[0].leaves
+            return self.answers(model, [inputs], replace(request, order=(0,), how=How.PLAINLY))[0].leaves
 
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
@@ -203,8 +171,8 @@ class Case:
             return 0.0
         coarse = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
         narrow = max(coarse, self.eps)
-        least = TOLERANCE[self.precision][self.dtype]
-        return max(least, ULPS * narrow) if narrow > torch.finfo(self.dtype).eps else least
+        least = gates.TOLERANCE[self.precision][self.dtype]
+        return max(least, gates.ULPS * narrow) if narrow > torch.finfo(self.dtype).eps else least
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +269,7 @@ def some(names) -> str:
 
 def comparable(case: Case) -> None:
     """Raises Rejected if the Model's answers are no measure of the candidate's."""
-    coarsest = Coarsest()
+    coarsest = gates.Coarsest()
     with of_the_model(case.precision):
         first = answers_of(case.model, [case.inputs(0)], Request(""))[0]
         with coarsest:
@@ -315,7 +283,7 @@ def comparable(case: Case) -> None:
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
             raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
-        if isinstance(leaf, torch.Tensor) and not are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
+        if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
             raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
     case.model.load_state_dict(case.initial)
 
@@ -370,11 +338,10 @@ def both_gates(case: Case, direction: str) -> None:
             else:
                 case.model.load_state_dict(case.initial)
                 perturb(case.model, case.seed + seed)
-            loaded = {LOADED} if seed % 2 else set()  # or in place, as an optimizer writes them
-            how = frozenset({POISONED, *loaded})
-            plain = Request(f"asked with seed {seed}", direction, seed, gates=2, how=frozenset(loaded))
+            loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
+            plain = Request(f"asked with seed {seed}", direction, seed, gates=2, how=loaded)
             try:
-                ask(case, replace(plain, when=f"from memory full of NaN, seed {seed}", how=how))
+                ask(case, replace(plain, when=f"from memory full of NaN, seed {seed}", how=How.POISONED | loaded))
             except Rejected as poisoned:
                 if " is nan, " not in str(poisoned) and case.workers["new"].alive():  # it is not the memory
                     ask(case, plain)
@@ -391,12 +358,13 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
     must = request.gates == 2 and request.mode != "train"
-    if THREADS in request.how and any(REUSED in why for why in case.no_dropin):
+    if How.THREADS in request.how and any(REUSED in why for why in case.no_dropin):
         return
-    if case.graphs and request.how & {MOVED, THREADS}:
+    if case.graphs and request.how & (How.MOVED | How.THREADS):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
-    if case.is_large and (THREADS in request.how or REPEATED in request.how or (request.batch or 0) > 2 * case.batch):
+    asks_for_many = request.how & (How.THREADS | How.REPEATED) or (request.batch or 0) > 2 * (case.batch or 0)
+    if case.is_large and asks_for_many:
         return
     errors = {name: each for name, each in case.errors.items()}
     try:
@@ -426,7 +394,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 
 def as_in_eval(case: Case, request: Request) -> bool:
     try:
-        put(case, replace(request, mode="eval", gates=1, how=request.how | {TRAINING}), False)
+        put(case, replace(request, mode="eval", gates=1, how=request.how | How.TRAINING), False)
     except Rejected:
         return False
     return True
@@ -451,7 +419,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     if request.change and not any(changed) and model is case.model:
         return
     given = case.share(sets)
-    if CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
+    if How.CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
         try:
             question(case, "eager", request, [case.state(model)] * 2, given, [[]])
         except Rejected:
@@ -463,12 +431,12 @@ def put(case: Case, request: Request, must: bool) -> None:
         if must or error.kind == "memory":
             raise
         return
-    if request.finite and not all(finite(x) for x in expected[0].tensors().values()):
+    if request.finite and not all(gates.finite(x) for x in expected[0].tensors().values()):
         return
     del sets  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
     states = [case.state(model)] * 2
-    if TWIN in request.how:
+    if How.TWIN in request.how:
         other = copy.deepcopy(model)
         perturb(other, request.seed + 1)
         states[1] = case.state(other)
@@ -485,8 +453,8 @@ def put(case: Case, request: Request, must: bool) -> None:
         wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
     reject(request, wrong)
     case.graphs |= reply.get("graphs") is True
-    if REUSED in reply["did"] and REUSED not in expected[0].did and CLONED not in request.how:
-        return put(case, replace(request, how=request.how | {CLONED}), must)
+    if REUSED in reply["did"] and REUSED not in expected[0].did and How.CLONED not in request.how:
+        return put(case, replace(request, how=request.how | How.CLONED), must)
 
     for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
@@ -518,9 +486,8 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     inspect_forms(case, request, answer, forms)
     pairs = ((name, eager, new.to(eager.device)) for (name, eager), new in zip(answer.tensors().items(), given))
     if RANDOM in answer.did:
-        reject(
-            request, [said for name, eager, new in pairs for said in unlike(name, new, eager, case.tolerance(eager))]
-        )
+        found = (gates.unlike(name, new, eager, case.tolerance(eager)) for name, eager, new in pairs)
+        reject(request, [why for each in found for why in each])
         return
     wrong, doubts = [], 0
     exact = cache(lambda: case.exact(request, draw(), model))  # when it is first wanted
@@ -528,23 +495,23 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     # In another layout the Model may add up in another, better order: what it errs where all is dense counts, too.
     as_dense = cache(lambda: case.plain(model, tree_map_only(torch.Tensor, dense, draw()), request))
     for name, eager, new in pairs:
-        tolerance, scale = case.tolerance(eager), scale_of(name, eager)
+        tolerance, scale = case.tolerance(eager), gates.scale_of(name, eager)
         inexact = eager.is_floating_point() or eager.is_complex()
         if inexact and request.any_infinite:
-            new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(as_numbers, (new, eager)))
-        if not are_close(new, eager, tolerance, scale):
+            new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(gates.as_numbers, (new, eager)))
+        if not gates.are_close(new, eager, tolerance, scale):
             new = torch.where(unclear()[name], eager, new) if name in unclear() else new
         elif request.gates == 1:
             continue
         right = exact() if inexact else None
-        found = compare(new, eager, right and right[name], tolerance, scale)
+        found = gates.compare(new, eager, right and right[name], tolerance, scale)
         if request.gates == 2 and inexact and (right or case.dtype == torch.float64):
-            case.errors[name] = case.errors.get(name, Errors()) + found
+            case.errors[name] = case.errors.get(name, gates.Errors()) + found
         if not found.far:
             continue
-        if right and (as_numbers(new).isnan() == as_numbers(eager).isnan()).all():
+        if right and (gates.as_numbers(new).isnan() == gates.as_numbers(eager).isnan()).all():
             answers = [eager, *([] if request.layout == "dense" else [as_dense()[name]])]
-            close = in_tolerances(new, answers, right[name], tolerance, scale_of(name, right[name]))
+            close = gates.in_tolerances(new, answers, right[name], tolerance, gates.scale_of(name, right[name]))
             if close or (request.gates == 1 and not [*found.over_limit(case.eps)]):
                 continue  # the Model is as far off itself
             doubts += request.gates == 1
@@ -581,11 +548,12 @@ def ties(case: Case, request: Request, inputs: list, answer: Answer, model) -> d
     """Of each tensor where the Model's answer depends on which of several equal values is chosen."""
     found = {}
     with contextlib.suppress(Exception):
-        with TiesTheOtherWay():
+        with gates.TiesTheOtherWay():
             other = case.plain(model, inputs, request)
         for name, x in answer.tensors().items():
             y = other[name]
             if not torch.equal(x, y):
                 tolerance = case.tolerance(x)
-                found[name] = ~torch.isclose(as_numbers(x), as_numbers(y), tolerance, tolerance, equal_nan=True)
+                x, y = gates.as_numbers(x), gates.as_numbers(y)
+                found[name] = ~torch.isclose(x, y, tolerance, tolerance, equal_nan=True)
     return found

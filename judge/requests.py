@@ -14,7 +14,7 @@ from math import inf, nan
 
 import torch
 
-from judge.answers import CAPTURED, LATE, MOVED, REPEATED, THREADS, TWIN, Request, tensors_of
+from judge.answers import How, Request, tensors_of
 
 secret = random.SystemRandom()  # numbers that no candidate foresees
 LOOKED_AT = 1 << 22  # elements of an input
@@ -120,10 +120,6 @@ def integers(x: torch.Tensor) -> None:
     """Stands for Inputs.other_integers."""
 
 
-def how(*words: str) -> frozenset:
-    return frozenset(words)
-
-
 LENIENT = {"values": "no drop-in", "refusal": "no drop-in"}
 MAY_REFUSE = {"refusal": "no drop-in"}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
@@ -139,11 +135,11 @@ LAYOUTS = {
 # Asked at the shape and in the layout that is timed.
 REQUESTS = {
     "forward": [
-        Request("two instances with other weights in turns", how=how(TWIN)),
+        Request("two instances with other weights in turns", how=How.TWIN),
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
-        Request("after the weights moved in memory, as .to moves them", how=how(MOVED), **MAY_REFUSE),
-        Request("called again and again", how=how(REPEATED)),
-        Request("called by two threads at once", order=(0, 1), how=how(THREADS)),
+        Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
+        Request("called again and again", how=How.REPEATED),
+        Request("called by two threads at once", order=(0, 1), how=How.THREADS),
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", mode="inference"),
         Request("in training mode", mode="train", gates=2, **MAY_REFUSE),
@@ -178,7 +174,7 @@ def requests_after(device: str, batch: int | None, direction: str) -> Iterator[R
     of = partial(Request, direction=direction)
     yield of("after it was timed")
     if device == "cuda":
-        yield of("on another stream", how=how(LATE))  # it leaves a pool of streams behind, which may slow short calls
+        yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
     for layout in list(LAYOUTS)[1:]:
         yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
     if batch:
@@ -187,7 +183,7 @@ def requests_after(device: str, batch: int | None, direction: str) -> Iterator[R
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
             yield of(f"batch {other}", batch=other, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
-        yield of("captured in a CUDA graph", how=how(CAPTURED), **LENIENT)
+        yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)
 
 
 def part(x: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -86,22 +85,13 @@ def block(run: Result) -> list[str]:
     lines += [wrapped("wrong" if run.status == WRONG else "", reason) for reason in run.reasons]
     lines += [wrapped("no drop-in", reason) for reason in run.no_dropin]
     if run.interference:
-        lines.append(wrapped("disturbed", disturbances(run.interference)))
+        lines.append(wrapped("disturbed", "; ".join(run.interference)))
     ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
     apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
     if apart:
         said = f"the ratio of the medians is {', '.join(apart)}; above is the median of the rounds' ratios"
         lines.append(wrapped("note", said))
     return lines + [wrapped("note", note) for note in run.notes]
-
-
-def disturbances(signs: list[str]) -> str:
-    """The signs of interference; those that say the same of several contenders as one."""
-    spread = re.compile(r"the middle half of (\S+)'s times spans (\d+%) of their median")
-    found = [match for sign in signs if (match := spread.fullmatch(sign))]
-    names = ", ".join(f"{'ModelNew' if match[1] == 'new' else match[1]} {match[2]}" for match in found)
-    spreads = [f"the middle half of the times spans, in percent of their median: {names}"] * bool(found)
-    return "; ".join(spreads + [sign for sign in signs if not spread.fullmatch(sign)])
 
 
 def contender(run: Result, name: str) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,20 @@ def put_precision(was: list) -> None:
     torch._C._set_cublas_allow_tf32(was[2])
 
 
+def flag(name: str, of: str) -> Switch:
+    return Switch(name, getattr(torch._C, f"_get_{of}"), getattr(torch._C, f"_set_{of}"))
+
+
+def deterministic() -> list:
+    return [torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()]
+
+
 def put_deterministic(was: list) -> None:
     torch._C._set_deterministic_algorithms(was[0], warn_only=was[1])
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
 
 
 def put_stream(was: int) -> None:
@@ -69,48 +82,29 @@ def put_autocast(was: list) -> None:
         torch.set_autocast_enabled(kind, value)
 
 
-C, CUDNN = torch._C, torch.backends.cudnn
+C = torch._C
 SWITCHES = [
     Switch("TF32, the precision of float32 products", precision, put_precision),
-    Switch("cuDNN's benchmark mode", C._get_cudnn_benchmark, C._set_cudnn_benchmark),
-    Switch("whether cuDNN is used", C._get_cudnn_enabled, C._set_cudnn_enabled),
-    Switch("whether cuDNN is deterministic", C._get_cudnn_deterministic, C._set_cudnn_deterministic),
-    Switch(
-        "determinism",
-        lambda: [C._get_deterministic_algorithms(), C._get_deterministic_algorithms_warn_only()],
-        put_deterministic,
-    ),
-    Switch(
-        "the filling of new memory",
-        C._get_deterministic_fill_uninitialized_memory,
-        C._set_deterministic_fill_uninitialized_memory,
-    ),
+    flag("cuDNN's benchmark mode", "cudnn_benchmark"),
+    flag("whether cuDNN is used", "cudnn_enabled"),
+    flag("whether cuDNN is deterministic", "cudnn_deterministic"),
+    Switch("determinism", deterministic, put_deterministic),
+    flag("the filling of new memory", "deterministic_fill_uninitialized_memory"),
     Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Switch("whether gradients are recorded", torch.is_grad_enabled, C._set_grad_enabled),
     Switch("anomaly detection", torch.is_anomaly_enabled, C.set_anomaly_enabled),
     Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    Switch("mkldnn", C._get_mkldnn_enabled, C._set_mkldnn_enabled),
+    flag("mkldnn", "mkldnn_enabled"),
     Switch("the flushing of denormal numbers", lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
     Switch("autocast", lambda: [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")], put_autocast),
-    Switch(
-        "reduced precision within half-precision products",
-        lambda: [C._get_cublas_allow_fp16_reduced_precision_reduction()],
-    ),
-    Switch(
-        "the cores this process may use",
-        lambda: sorted(os.sched_getaffinity(0)),
-        lambda was: os.sched_setaffinity(0, was),
-    ),
+    Switch("reduced precision within half-precision products", C._get_cublas_allow_fp16_reduced_precision_reduction),
+    Switch("the cores this process may use", lambda: sorted(os.sched_getaffinity(0)), partial(os.sched_setaffinity, 0)),
     Switch("the trace or profile function", lambda: [repr(sys.gettrace()), repr(sys.getprofile())]),
     Switch("the torch function modes", C._len_torch_function_stack),  # a default device is one
     Switch("the torch dispatch modes", C._len_torch_dispatch_stack),
     Switch("the hooks on all modules", lambda: len(torch.nn.modules.module._global_forward_hooks)),
     Switch("the current directory", os.getcwd, os.chdir),
-    Switch(
-        "the current stream",
-        lambda: torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0,
-        put_stream,
-    ),
+    Switch("the current stream", stream, put_stream),
 ]
 
 

@@ -49,14 +49,7 @@ from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.answers import (
-    CAPTURED,
-    LATE,
-    LOADED,
-    MOVED,
-    REPEATED,
-    THREADS,
-    TRAINING,
-    TWIN,
+    How,
     Names,
     Request,
     answers_of,
@@ -130,14 +123,10 @@ def state_of(module: torch.nn.Module) -> Iterator[list[str]]:
             yield [name, f"{x.dtype}, shape {list(x.shape)}", bits, kind]
 
 
-def kept_by(module: torch.nn.Module) -> list:
-    """All that it and the modules within it hold."""
-    return [x for each in module.modules() for x in tree_leaves([*vars(each).values()])]
-
-
 def is_compiled(module: torch.nn.Module) -> bool:
-    """It keeps a function of torch.compile."""
-    return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept_by(module))
+    """It, or a module within it, keeps a function of torch.compile."""
+    kept = (x for each in module.modules() for x in tree_leaves([*vars(each).values()]))
+    return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept)
 
 
 def settle(device: str) -> None:
@@ -161,7 +150,15 @@ class Contender:
         self.role, self.device, self.gpu, self.switches = role, device, device == "cuda", Switches()
         self.wait = torch.cuda.synchronize if self.gpu else lambda: None
         self.cls, self.names, self.said = None, Names(), []
+        self.graphs = False  # whether a CUDA graph was captured, by whatever function of PyTorch's
         self.rest()
+        begin = torch.cuda.CUDAGraph.capture_begin
+
+        def capture_begin(*arguments, **options):
+            self.graphs = True
+            return begin(*arguments, **options)
+
+        torch.cuda.CUDAGraph.capture_begin = capture_begin
         if role in COMPILE_MODES:
             importlib.import_module("torch._inductor.compile_fx")  # while the judge does other things
 
@@ -236,10 +233,10 @@ class Contender:
         self.inputs, self.answers, self.incoming, self.wanted = None, [], [], []
         self.buffer = None
 
-    def take(self, module: torch.nn.Module, state: dict, how: frozenset = frozenset()) -> None:
+    def take(self, module: torch.nn.Module, state: dict, how: How = How.PLAINLY) -> None:
         """Gives a module weights."""
         own = self.names.own
-        if LOADED in how and own:
+        if How.LOADED in how and own:
             extra = {name: x for name, x in state.items() if not isinstance(x, torch.Tensor)}
             module.load_state_dict({own[name]: x for name, x in state.items() if name in own} | extra, strict=False)
         else:
@@ -252,16 +249,16 @@ class Contender:
         self.said = self.switches.put_back()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module = self.modules[0].train(request.mode == "train" or TRAINING in request.how)
+        module = self.modules[0].train(request.mode == "train" or How.TRAINING in request.how)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip(self.modules, (states[0], states[1], states[1])):
             self.take(instance, state, request.how)
-        if TWIN in request.how or MOVED in request.how:  # what is kept of this call must not serve the one that counts
-            for instance in self.modules[1:] if TWIN in request.how else [module]:
+        if request.how & (How.TWIN | How.MOVED):  # what is kept of this call must not serve the one that counts
+            for instance in self.modules[1:] if How.TWIN in request.how else [module]:
                 answers_of(instance, self._own(sets), request, self.names)
                 self.said += self.switches.put_back()
-        if MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
+        if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
             module._apply(torch.clone if is_compiled(module) else unaligned)  # torch.compile takes aligned ones alone
             for memory in old:
@@ -271,7 +268,7 @@ class Contender:
         # Running statistics that have no name of the Model's are given back; others come with the next request.
         stand = [(x, x.detach().clone()) for x in module.buffers()] if request.mode == "train" else []
         inputs = self._own(sets)
-        late = self._late(inputs) if LATE in request.how else contextlib.nullcontext()
+        late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
             found = answers_of(module, inputs, request, self.names, self._caller(module, inputs, request))
             for answer, places in zip(found, answers):
@@ -279,18 +276,17 @@ class Contender:
         module.eval()
         for x, before in stand:
             x.detach().copy_(before)
-        if MOVED in request.how:
+        if How.MOVED in request.how:
             module._apply(torch.clone)
         said = self.said + self.switches.put_back()
-        graphs = any(isinstance(x, torch.cuda.CUDAGraph) for x in kept_by(module))
         reply = {"forms": [each.forms for each in found], "tree": found[0].tree, "did": found[0].did}
-        return reply | {"graphs": graphs, "switched": said}
+        return reply | {"graphs": self.graphs, "switched": said}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
-        if CAPTURED in request.how:
+        if How.CAPTURED in request.how:
             return partial(captured, module)
-        if THREADS in request.how or REPEATED in request.how:
-            found = iter(least_like(module, sets, THREADS in request.how, self.switches))
+        if request.how & (How.THREADS | How.REPEATED):
+            found = iter(least_like(module, sets, How.THREADS in request.how, self.switches))
             return lambda *inputs: next(found)
 
         stand = []  # as they are within the request, when the first call begins
