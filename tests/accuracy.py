@@ -68,6 +68,19 @@ def draws(
         yield model, new, change(model, new, inputs)
 
 
+def poisoned(which: int, value: float, *positions: float) -> Callable:
+    """For `draws`: the value stands at these positions, 0 to 1, of an input or, counted on, of a parameter."""
+
+    def change(model, new, inputs):
+        for module in (model, new):
+            values = [*inputs, *module.parameters()][which].data.view(-1)
+            for position in positions:
+                values[int(position * (len(values) - 1))] = value
+        return inputs
+
+    return change
+
+
 def moved_in_the_last_bit(module: torch.nn.Module, inputs: list) -> tuple[torch.nn.Module, list]:
     """A copy of both with every value an ulp larger or smaller, at random; also those that a layer inside is given."""
 

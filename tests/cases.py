@@ -152,6 +152,7 @@ LAYOUT_CASES = [case for case in CASES if case.layouts]
 FIRST = [next(case for case in CASES if case.stem == stem) for stem in STEMS]  # one plain case a pair
 
 first_cases = pytest.mark.parametrize("case", FIRST, ids=str)
+compiled_cases = pytest.mark.parametrize("case", [case for case in FIRST if case.stem in COMPILED], ids=str)
 gpu = pytest.mark.gpu
 
 

@@ -6,7 +6,20 @@ import logging
 import pytest
 import torch
 from accuracy import assert_same_form
-from cases import CASES, COMPILED, FIRST, LAYOUTS, ROOT, build, converted, each, first_cases, solution
+from cases import (
+    CASES,
+    COMPILED,
+    FIRST,
+    LAYOUTS,
+    ROOT,
+    build,
+    compiled_cases,
+    converted,
+    each,
+    first_cases,
+    problem_of,
+    solution,
+)
 from processes import run_python
 from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -44,7 +57,7 @@ def close(ours, theirs, tolerance: float = 1e-5):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@each([case for case in CASES if case.values < 1e4 or case.shapes is None], SINGLE)
+@each([case for case in CASES if case.values < 1e4], SINGLE)
 def test_forward_in_one_graph(case, dtype, device):
     """Also where dynamo cannot trace the Model: it warns of an InstanceNorm2d of one channel."""
     _, new, inputs = build(case, device)
@@ -67,7 +80,7 @@ def test_a_forward_put_on_a_layer_compiles_anew(case, device):
     torch.testing.assert_close(traced(*inputs), new(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@first_cases
+@compiled_cases
 def test_inductor(case, device):
     """On a GPU also the backward, which on a CPU is PyTorch's own lines."""
     _, new, inputs = build(case, device)
@@ -75,9 +88,10 @@ def test_inductor(case, device):
         close(step(compiled(new, "inductor"), inputs), step(new, inputs), 1e-4)
 
 
-@each(FIRST, SINGLE, [name for name in LAYOUTS if name != "negated lazily"])  # which dynamo itself does not take
+@each([case for case in FIRST if case.stem in COMPILED], SINGLE, [name for name in LAYOUTS if name != "negated lazily"])
 def test_compiled_output_has_eagers_strides(case, dtype, layout, device):
-    """A fake kernel that promises other strides than the real one gives wrong answers in the graph around it."""
+    """A fake kernel that promises other strides than the real one gives wrong answers in the graph around it. What is
+    negated lazily dynamo itself does not take."""
     _, new, inputs = build(case, device)
     inputs = [LAYOUTS[layout](t) for t in inputs]
     (expected,) = infer(new, inputs)
@@ -113,21 +127,60 @@ def test_another_batch_size_needs_no_other_compilation(case, recorded, marked, d
     assert counter.frame_count <= 2 - marked
 
 
+def called_by(program) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+strict_or_not = pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
+
+
 @first_cases
-@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
+@strict_or_not
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_an_exported_program_goes_through_a_file(case, strict, recorded, device, tmp_path):
-    """Whoever exports a program mostly has gradients on."""
+    """Whoever exports a program mostly has gradients on. Without them the program holds our operator."""
     _, new, inputs = build(case, device)
     batch = torch.export.Dim("batch", min=2, max=1024)
     shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
     with torch.set_grad_enabled(recorded):
         program = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict)
+    if case.stem in COMPILED and not recorded:
+        assert any(name.startswith(problem_of(case.stem)) for name in called_by(program))
     torch.export.save(program, tmp_path / "program.pt2")
     exported = torch.export.load(tmp_path / "program.pt2").module()
     for size in (2, 5):
         inputs = converted(case.inputs(size), device)
         close(infer(exported, inputs), infer(new, inputs))
+
+
+@strict_or_not
+@pytest.mark.parametrize("case", [case for case in FIRST if case.stem == "conv_sigmoid_group_norm"], ids=str)
+def test_exported_with_gradients_on_a_cpu_a_program_holds_the_models_layers(case, strict):
+    """As torch.export is called without torch.no_grad, for instance to quantize the program."""
+    model, new, inputs = build(case)
+    theirs, ours = (called_by(torch.export.export(m, tuple(inputs), strict=strict)) for m in (model, new))
+    assert ours == theirs
+
+
+SIDES = {"of a range": {"min": 4, "max": 512}, "found by PyTorch": None}
+IMAGES = [case for case in FIRST if case.stem in COMPILED and len(case.shapes[0]) == 4]
+
+
+@strict_or_not
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("case", IMAGES, ids=str)
+@torch.no_grad()
+def test_exported_with_any_height_and_width(case, sides, strict, device):
+    """No shape that the Model takes is refused: how the work is done is decided when the program runs."""
+    model, new, (x,) = build(case, device)
+    dims = [torch.export.Dim(name, **SIDES[sides]) if SIDES[sides] else torch.export.Dim.AUTO for name in ("h", "w")]
+    large = torch.randn(*x.shape[:2], 34, 34, device=device)
+    program = torch.export.export(new, (large,), dynamic_shapes=({2: dims[0], 3: dims[1]},), strict=strict).module()
+    for shape in ((5, 5), (4, 9), (35, 34), (60, 41)):
+        x = torch.randn(*x.shape[:2], *shape, device=device)
+        out, expected = program(x), model(x)
+        assert_same_form(out, expected)
+        close(out, expected, 1e-4)
 
 
 AOT_SCRIPT = """
@@ -175,7 +228,7 @@ def recorded_calls(stem: str, device) -> list[tuple]:
     """The operator calls of a forward and backward of every small case of this file, with its plain and odd layouts."""
     with Recorder(solution(stem).NAMESPACE) as recorder:
         for case in CASES:
-            if case.stem == stem and (case.values < 2e4 or case.shapes is None):
+            if case.stem == stem and case.values < 2e4:
                 for layout in ("contiguous", "transposed", "channels_last"):
                     _, new, inputs = build(case, device)
                     for step in (train_step, infer):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, forward, same_kinds
+from accuracy import assert_as_accurate_as_eager, draws, forward, poisoned, same_kinds
 from cases import STEMS, Case, build, for_each_file, gpu, in_float64
 from test_gradients import ROUNDINGS, both_ways, gradients
 
@@ -10,9 +10,7 @@ STEM = "conv_sigmoid_group_norm"
 pytestmark = [gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
 
 
-def case(
-    name: str, samples: int, channels: int, height: int, width: int, size: int, groups: int, of_group: int
-) -> Case:
+def case(name: str, samples: int, channels: int, height: int, width: int, size, groups: int, of_group: int) -> Case:
     out = groups * of_group
     init = (channels, out, size, groups, (out, 1, 1), (out, 1, 1))
     return Case(STEM, name, init, ((samples, channels, height, width),))
@@ -158,18 +156,9 @@ def test_gradients_where_rstd_times_scale_overflows():
 @pytest.mark.parametrize("case", [ODD, FEW, MANY], ids=str)
 def test_what_is_not_finite_stays_where_eager_or_float64_has_it(value, case):
     """Infinities stay infinities, though a difference of two is in every product of halves. In each tensor in turn."""
-
-    def poisoned(which):
-        def change(model, new, inputs):
-            for module in (model, new):
-                t = [*inputs, *module.parameters()][which].data
-                t.view(-1)[t.numel() // 3] = t.view(-1)[-1] = value
-            return inputs
-
-        return change
-
     for which in range(5):  # x, bias, scale, the convolution's weight and bias
-        assert_as_accurate_as_eager(both_ways, draws(case, "cuda", torch.float32, poisoned(which)), ROUNDINGS)
+        samples = draws(case, "cuda", torch.float32, poisoned(which, value, 1 / 3, 1))
+        assert_as_accurate_as_eager(both_ways, samples, ROUNDINGS)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf], ids=str)

@@ -4,20 +4,14 @@ import os
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, forward
+from accuracy import assert_as_accurate_as_eager, draws, forward, poisoned
 from cases import PORTABLE, Case, build, solution
 from processes import finish, start_python
 from sources import source
+from test_convolution import STEM, case, channels_of_almost_one_value
 from test_gradients import gradients
 
-STEM = "conv_sigmoid_group_norm"
 pytestmark = pytest.mark.skipif(STEM not in PORTABLE, reason="the pair is not here")
-
-
-def case(name: str, samples: int, channels: int, height: int, width: int, size, groups: int, of_group: int) -> Case:
-    out = groups * of_group
-    init = (channels, out, size, groups, (out, 1, 1), (out, 1, 1))
-    return Case(STEM, name, init, ((samples, channels, height, width),))
 
 
 SHAPES = [
@@ -58,17 +52,9 @@ def scaled(model, new, inputs):
     return inputs
 
 
-def almost_one(model, new, inputs):
-    """Sigmoids that differ in their last bits: the mean is far from zero, against their spread."""
-    for module in (model, new):
-        module.bias.data.fill_(9)
-        module.scale.data.fill_(1)
-    return inputs
-
-
 HARD = {
     "saturated sigmoids": scaled,
-    "values far from zero": almost_one,
+    "channels of almost one value": channels_of_almost_one_value(1.0),
     "huge inputs": lambda model, new, inputs: [inputs[0] * 1e30],
     "tiny inputs": lambda model, new, inputs: [inputs[0] * 1e-30],
 }
@@ -84,13 +70,7 @@ def test_is_as_accurate_as_eager_with(case, change):
 @pytest.mark.parametrize("case", [WHOLE, ODD], ids=str)
 @pytest.mark.parametrize("which", range(7), ids="x, bias, scale, W, its bias, gamma, beta".split(", "))
 def test_what_is_not_finite_is_so_where_eager_or_float64_has_it(value, case, which):
-    def poisoned(model, new, inputs):
-        for module in (model, new):
-            t = [*inputs, *module.parameters()][which].data
-            t.view(-1)[t.numel() // 3] = t.view(-1)[-1] = value
-        return inputs
-
-    assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32, poisoned))
+    assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32, poisoned(which, value, 1 / 3, 1)))
 
 
 @shapes

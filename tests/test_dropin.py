@@ -8,7 +8,19 @@ import pickle
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, forward
-from cases import CASES, STEMS, Case, build, converted, first_cases, learning_cases, problem, solution
+from cases import (
+    CASES,
+    FIRST,
+    PORTABLE,
+    STEMS,
+    Case,
+    build,
+    converted,
+    first_cases,
+    learning_cases,
+    problem,
+    solution,
+)
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map_only
@@ -285,6 +297,20 @@ def test_another_norm_in_the_place_of_the_models(case, way, device):
 
 @first_cases
 @torch.no_grad()
+def test_a_norm_told_to_use_statistics_that_it_has_not(case):
+    """PyTorch refuses that in evaluation, and so must ModelNew."""
+    model, new, inputs = build(case)
+    for module in (model.eval(), new.eval()):
+        norm = list(module.children())[-1]
+        if not isinstance(norm, nn.InstanceNorm2d):
+            pytest.skip("has no norm with statistics")
+        norm.track_running_stats = True
+        with pytest.raises(RuntimeError, match="running_mean"):
+            module(*inputs)
+
+
+@first_cases
+@torch.no_grad()
 def test_equal_values_without_an_epsilon(case, device):
     model, new, inputs = build(case, device)
     for module in (model, new):
@@ -326,9 +352,35 @@ def test_traced_by_torch_jit(case, recorded, device):
 
 
 @first_cases
+def test_scripted_by_torch_jit(case):
+    model, new, inputs = build(case)
+    torch.testing.assert_close(torch.jit.script(new)(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@first_cases
 def test_traced_by_torch_fx(case, device):
+    """What rewrites a module sees the Model's layers."""
     model, new, inputs = build(case, device)
-    torch.testing.assert_close(torch.fx.symbolic_trace(new)(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+    theirs, ours = (torch.fx.symbolic_trace(module) for module in (model, new))
+    torch.testing.assert_close(ours(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+    layers = [{node.target for node in traced.graph.nodes if node.op == "call_module"} for traced in (theirs, ours)]
+    assert layers[1] == layers[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("case", [case for case in FIRST if case.stem in PORTABLE], ids=str)
+def test_quantized_by_torch_fx(case):
+    quantization = pytest.importorskip("torch.ao.quantization")
+    quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
+    model, new, inputs = build(case)
+    results = []
+    for module in (model, new):
+        mapping = quantization.get_default_qconfig_mapping("x86")
+        prepared = quantize_fx.prepare_fx(module.eval(), mapping, tuple(inputs))
+        prepared(*inputs)
+        results.append(quantize_fx.convert_fx(prepared)(*inputs))
+    torch.testing.assert_close(*results, rtol=0.1, atol=0.1)
+    assert not torch.equal(results[1], new(*inputs))  # it is quantized, not passed by
 
 
 # ---- tensors of other kinds

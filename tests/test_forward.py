@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward, largest, worst_error
+from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward, largest, poisoned, worst_error
 from cases import CASES, LAYOUT_CASES, LAYOUTS, STEMS, Case, build, each, first_cases, in_dtype
 
 SINGLE_AND_LOW = [torch.float32, torch.float16, torch.bfloat16]
@@ -157,16 +157,9 @@ def test_huge_rows_without_variance_are_finite(device):
 )
 def test_not_a_number_stays_in_its_slice(case, dtype, position, value, device):
     """In each input and parameter in turn: NaN and Inf come out where they do from the Model or from it in float64."""
-    model, new, inputs = build(case, device, dtype)
+    model, _, inputs = build(case, device, dtype)
     for which in range(len(inputs) + sum(1 for _ in model.parameters())):
-
-        def change(model, new, inputs, which=which):
-            for module in (model, new):
-                t = [*inputs, *module.parameters()][which].data
-                t.view(-1)[int(position * (t.numel() - 1))] = value
-            return inputs
-
-        assert_as_accurate_as_eager(forward, draws(case, device, dtype, change))
+        assert_as_accurate_as_eager(forward, draws(case, device, dtype, poisoned(which, value, position)))
 
 
 @each(CASES, [torch.float32])

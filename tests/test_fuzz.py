@@ -3,14 +3,14 @@
 import signal
 
 import pytest
-from cases import STEMS
-from fuzz import SHAPES, again, miss
+from cases import COMPILED, STEMS
+from fuzz import again, miss
 from workers import in_processes
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_random_cases(stem, device):
-    cases = [(stem, 0, index, device.type) for index in range(100 if stem in SHAPES else 2)]
+    cases = [(stem, 0, index, device.type) for index in range(100 if stem in COMPILED else 2)]
     missed = [again(*case, said) for case in cases if (said := miss(case))]
     assert not missed, "\n".join(missed)
 

@@ -39,15 +39,20 @@ def output_of(module, tensors: dict[str, torch.Tensor], inputs: list) -> torch.T
 
 
 def weights_of_the_sum(out: torch.Tensor) -> torch.Tensor:
-    """A fixed gradient of the output, the same numbers for every dtype and device."""
-    return torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    """A fixed gradient of the output, the same numbers for every dtype."""
+    generator = torch.Generator(out.device).manual_seed(5)
+    return torch.randn(out.shape, generator=generator, device=out.device).to(out)
 
 
-def gradients(module, inputs, lay=lambda grad: grad) -> dict[str, torch.Tensor]:
+def gradients(module, inputs, lay=lambda grad: grad, wanted: list | None = None) -> dict[str, torch.Tensor]:
+    """Of the inputs and parameters that are wanted, or of all, by name. The others require none."""
     tensors = differentiable(module, inputs)
+    for name, t in tensors.items():
+        t.requires_grad_(wanted is None or name in wanted)
     out = module(*[tensors[f"input {i}"] for i in range(len(inputs))])
-    grads = torch.autograd.grad(out, list(tensors.values()), lay(weights_of_the_sum(out)))
-    return {name: grad.detach() for name, grad in zip(tensors, grads, strict=True)}
+    asked = {name: t for name, t in tensors.items() if t.requires_grad}
+    grads = torch.autograd.grad(out, list(asked.values()), lay(weights_of_the_sum(out)))
+    return {name: grad.detach() for name, grad in zip(asked, grads, strict=True)}
 
 
 def both_ways(module, inputs, lay=lambda grad: grad) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import STEMS, Case, build, for_each_file, gpu, solution
+from test_gradients import both_ways, gradients
 from torch import nn
 
 PAIRS = [stem for stem in ("linear_instance_norm_residual", "linear_swish_group_norm") if stem in STEMS]
@@ -195,7 +196,7 @@ def test_what_is_not_finite_stays_where_the_model_has_it(case, dtype, value):
             linear = next(m for m in module.modules() if isinstance(m, nn.Linear))
             tensors = {"x": inputs[0], "weight": linear.weight.data, "bias": linear.bias.data[None]}
             tensors[place][::100, 3] = value
-        expected, found = (network_gradients(module, inputs) for module in (model, new))
+        expected, found = (both_ways(module, inputs) for module in (model, new))
         for name, own in found.items():
             assert torch.equal(own.isfinite(), expected[name].isfinite()), f"{name}, {place}"
         assert torch.equal(found["output"].isnan(), expected["output"].isnan()), place
@@ -204,27 +205,13 @@ def test_what_is_not_finite_stays_where_the_model_has_it(case, dtype, value):
 # ---- the networks, backward
 
 
-def network_gradients(module: nn.Module, inputs: list, wanted: list | None = None) -> dict[str, torch.Tensor]:
-    """The output and gradients, all or some, of inputs and parameters, by name."""
-    leaves = [t.detach().clone() for t in inputs]
-    tensors = {**{f"input {i}": t for i, t in enumerate(leaves)}, **dict(module.named_parameters())}
-    for name, t in tensors.items():
-        t.requires_grad_(wanted is None or name in wanted)
-    out = module(*leaves)
-    asked = [name for name, t in tensors.items() if t.requires_grad]
-    generator = torch.Generator(out.device).manual_seed(7)
-    given = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
-    found = torch.autograd.grad(out, [tensors[name] for name in asked], given)
-    return {"output": out.detach(), **dict(zip(asked, found, strict=True))}
-
-
 def ours_eagers_and_right(case: Case, change=lambda x, w: None) -> tuple[dict, dict, dict]:
     model, new, inputs = build(case, "cuda")
     with torch.no_grad():
         change(inputs[0], next(p for p in model.parameters() if p.dim() == 2))
     new.load_state_dict(model.state_dict())
-    found, eager = (network_gradients(module, inputs) for module in (new, model))
-    return found, eager, network_gradients(model.double(), [t.double() for t in inputs])
+    found, eager = (both_ways(module, inputs) for module in (new, model))
+    return found, eager, both_ways(model.double(), [t.double() for t in inputs])
 
 
 @trained
@@ -232,7 +219,7 @@ def ours_eagers_and_right(case: Case, change=lambda x, w: None) -> tuple[dict, d
 @tf32
 def test_gradients_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
-    assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", dtype))
+    assert_as_accurate_as_eager(both_ways, draws(case, "cuda", dtype))
 
 
 BADLY_SCALED = {  # x and the weights, in place
@@ -267,12 +254,12 @@ def test_a_gradient_of_0_by_the_largest_y_is_0():
 def test_gradients_of_a_part_of_the_network(case, deterministic):
     """Frozen layers get none, the others what they get without them; the same bits every time."""
     _, new, inputs = build(case, "cuda")
-    every, again = (network_gradients(new, inputs) for _ in range(2))
+    every, again = (gradients(new, inputs) for _ in range(2))
     assert all(torch.equal(every[name], again[name]) for name in every)
-    names = [name for name in every if name != "output"]
-    for part in [[name] for name in names] + [[name for name in names if "bmm" not in name and "matmul" not in name]]:
-        found = network_gradients(new, inputs, part)
-        assert set(found) == {"output", *part}
+    without_the_layer = [name for name in every if "bmm" not in name and "matmul" not in name]
+    for part in [*([name] for name in every), without_the_layer]:
+        found = gradients(new, inputs, wanted=part)
+        assert [*found] == part
         for name, own in found.items():
             torch.testing.assert_close(own, every[name], rtol=1e-4, atol=1e-4 * every[name].abs().max().item())
 

@@ -1,11 +1,10 @@
 """Changes one line of the kernels or the judge at a time and says which changes the tests notice.
 
-    python tests/tools/mutate.py [--only WORD] [--tree FOLDER] [--cuda] [--check]
+    python tests/tools/mutate.py [--only WORD] [--cuda]
 
 Each row of the table is a file, what stands there exactly once, what is put in its place, and the tests that must fail
-then. A copy of the repository is changed, never the repository itself. --tree takes another checkout. --check runs
-nothing: it names the rows whose text no longer stands in their file exactly once, after a change of the file. Rows that
-only a GPU shows are run by --cuda alone.
+then. A copy of the repository is changed, never the repository itself. Rows that only a GPU shows are run by --cuda
+alone. That each row's text still stands in its file, exactly once, test_readme.py tests.
 """
 
 import argparse
@@ -126,16 +125,16 @@ def rows() -> list[tuple[str, str, str, list[str], bool]]:
     return found + [(f"judge/{name}.py", old, new, ["tests/test_harness.py"], False) for name, old, new in JUDGE]
 
 
-def lost(tree: Path, path: str, old: str) -> str | None:
+def lost(path: str, old: str) -> str | None:
     """What is wrong with a row's text, if anything."""
-    times = (tree / path).read_text().count(old) if (tree / path).exists() else 0
+    times = (ROOT / path).read_text().count(old) if (ROOT / path).exists() else 0
     return None if times == 1 else f"LOST: in {path} this stands {times} times: give the row another text"
 
 
-def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
+def verdict(path: str, old: str, new: str, tests: list[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache"))
         file = copy / path
         file.write_text(file.read_text().replace(old, new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
@@ -149,21 +148,16 @@ def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose file or text has this word")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose files and tests are taken")
     parser.add_argument("--cuda", action="store_true", help="the rows that only a GPU shows")
-    parser.add_argument("--check", action="store_true", help="run nothing; name the rows whose text is not there")
     options, bad, caught = parser.parse_args(), 0, 0
     for path, old, new, tests, gpu in rows():
-        if options.only not in f"{path} {old}" or (gpu != options.cuda and not options.check):
+        if options.only not in f"{path} {old}" or gpu != options.cuda:
             continue
-        said = lost(options.tree, path, old)
-        if not said and not options.check:
-            said = verdict(options.tree, path, old, new, tests)
-        if said:
-            bad += not said.startswith("caught")
-            caught += said.startswith("caught")
-            print(f"| {path} | `{old.strip()[:60]}` | `{new.strip()[:60]}` | {said} |".replace("\n", " "), flush=True)
-    print(f"{bad} lost" if options.check else f"{caught} caught, {bad} missed or lost")
+        said = lost(path, old) or verdict(path, old, new, tests)
+        bad += not said.startswith("caught")
+        caught += said.startswith("caught")
+        print(f"| {path} | `{old.strip()[:60]}` | `{new.strip()[:60]}` | {said} |".replace("\n", " "), flush=True)
+    print(f"{caught} caught, {bad} missed or lost")
     return int(bad > 0)
 
 

@@ -65,7 +65,7 @@ def of_one_sample(case: Case) -> Case | None:
 
     Not of small images: they are quick as they are, and one sample of a group of one value is refused.
     """
-    if case.shapes is None or [len(shape) for shape in case.shapes] != [4] or min(case.shapes[0][2:]) < 8:
+    if [len(shape) for shape in case.shapes] != [4] or min(case.shapes[0][2:]) < 8:
         return None
     return replace(case, name=f"one sample of {case.name}", shapes=((1, *case.shapes[0][1:]),))
 
