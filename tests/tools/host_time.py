@@ -1,0 +1,117 @@
+"""What a call costs the host, and what of that shows where every call is waited for. In float32, on a GPU.
+
+    python tests/tools/host_time.py [NAME ...]      NAME as harness.py has it; without one, all files of kernels/
+
+Host: at the small sizes of the Model's `on_cpu`, microseconds from one call to the next. The GPU is waited for before
+50 calls and not among them, so that neither it nor a full queue holds the host up; the median of 20 such rows.
+
+Alone: at the benchmark shape, milliseconds by events around a call while the GPU is idle, as KernelBench times. What
+the host does before its last launch is in it. Busy: the same with the GPU kept busy until the call has been launched:
+what the GPU needs. Medians of 20, and by how much alone exceeds busy.
+
+Three kinds of a call: forward without gradients, forward that records for a backward, and forward with backward.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from contend import ROOT, Problem
+
+from judge.source import discover, load, make, set_precision
+
+ROWS, CALLS = 20, 50
+BUSY = 4_000_000  # clock cycles, some 2 ms: longer than the host takes for a call
+
+
+def calls_of(module: torch.nn.Module, inputs: list) -> dict[str, Callable]:
+    """The three kinds of a call. Inputs and parameters of `recorded` want gradients."""
+    recorded = [x.clone().requires_grad_() for x in inputs]
+    wanted = [*recorded, *module.parameters()]
+    with torch.no_grad():
+        grad = torch.randn_like(module(*inputs))
+
+    @torch.no_grad()
+    def forward() -> None:
+        module(*inputs)
+
+    def recording() -> None:
+        module(*recorded)
+
+    def both() -> None:
+        torch.autograd.grad(module(*recorded), wanted, grad)
+
+    return {"forward": forward, "recorded": recording, "with backward": both}
+
+
+def host_microseconds(call: Callable) -> float:
+    found = []
+    for _ in range(ROWS + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        found.append((time.perf_counter() - begin) / CALLS * 1e6)
+    return statistics.median(found[1:])
+
+
+def gpu_milliseconds(call: Callable, busy: bool) -> float:
+    found = []
+    for _ in range(ROWS + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(BUSY)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found[2:])
+
+
+def measure(model_path: Path, files: dict[str, Path]) -> None:
+    """Prints two tables of the Model and of these files' ModelNew."""
+    benchmark, small = Problem(model_path), Problem(model_path, Problem(model_path).on_cpu)
+    classes = {"eager": None, **{name: load(path).ModelNew for name, path in files.items()}}
+
+    def calls(problem: Problem, name: str) -> dict[str, Callable]:
+        inputs = problem.inputs(problem.batch, "cuda", torch.float32, 0)
+        module = problem.model(0) if classes[name] is None else make(classes[name], problem.arguments(0), 0)
+        return calls_of(module.cuda(), inputs)
+
+    print(f"{model_path.stem}: host, us a call at {small.constants}")
+    for name in classes:
+        row = {kind: host_microseconds(call) for kind, call in calls(small, name).items()}
+        print(f"  {name:40}" + "".join(f"{kind} {us:6.1f}   " for kind, us in row.items()), flush=True)
+    print(f"{model_path.stem}: alone / busy, ms a call at the benchmark shape")
+    for name in classes:
+        print(f"  {name:40}", end="")
+        for kind, call in calls(benchmark, name).items():
+            alone, busy = gpu_milliseconds(call, False), gpu_milliseconds(call, True)
+            print(f"{kind} {alone:.3f} / {busy:.3f} ({alone / busy - 1:+.0%})   ", end="", flush=True)
+        print()
+        torch.cuda.empty_cache()
+
+
+def main(argv: list[str]) -> None:
+    pairs = discover(ROOT)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a file, such as hopper/instance_norm")
+    chosen = parser.parse_args(argv).names or list(pairs)
+    if unknown := [name for name in chosen if name not in pairs]:
+        parser.error(f"no such file: {', '.join(unknown)}")
+    set_precision("highest")
+    for model_path in dict.fromkeys(pairs[name].model_path for name in chosen):
+        measure(model_path, {name: pairs[name].new_path for name in chosen if pairs[name].model_path == model_path})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
