@@ -13,7 +13,7 @@ once, the kernels keep the slice on chip in between; the backward keeps the slic
 
     the slice is kept                 forward, up to   backward, up to
     in registers of 1 to 512 threads  16384 values     8192 values      (half as many where 4 does not divide the size)
-    in a cluster's shared memory      4.15 MiB         2.07 MiB         (slices of a multiple of 16 bytes alone)
+    in a cluster's shared memory      4.15 MiB         2.07 MiB         (if its bytes are a multiple of 16)
     nowhere: two reads, one write     all others
 
 x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
@@ -49,7 +49,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
-// Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
+// Arrives. The barrier's phase then ends only when asynchronous copies have written `bytes` bytes, too.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
         :
@@ -107,16 +107,16 @@ __device__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Arithmetic. A slice is reduced to sums in double: of d and d^2, backward also of g and d * g, where d = x - anchor
-// and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2
-// is at most n times that of the squared deviations from the mean, and subtracting the mean's part of it loses at
-// most log2(n) of a double's 53 bits.
+// and the anchor is the slice's first value. So one sweep over the values is enough, without the mean: as the anchor is
+// one of the n values, the sum of d^2 is at most n times the sum of squared deviations from the mean. To subtract the
+// mean's part from it then costs at most log2(n) of a double's 53 bits.
 
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];  // of d, d^2, g, d * g
 
-    // Adds a pack. Within the pack it adds up in float: x around the pack's first value, then the squares and products
-    // around the pack's mean. These are exact enough, as a pack has 8 values at most. Then it moves them, in double, to
-    // sums around the anchor: of d, which is all = mean * V, of d^2 and of d * g.
+    // Adds a pack, which has 8 values at most, so that float is exact enough within it. First x is added up around the
+    // pack's first value, the pivot, then squares and products around the pack's mean. In double these become sums
+    // around the anchor: `mean` is the pack's mean minus the anchor, and `all` the sum of the pack's d.
     template <typename T, int V> __device__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
         const float pivot = to_float(place.of[0].value[0]);
         float d[V], sum = 0, square = 0, g_sum = 0, product = 0;
@@ -244,15 +244,15 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 //   producer: one thread --- bulk copies, full[s] ---> ring of 16 stages ---> team 0, the cluster's slices 0, 2, 4, ...
 //       ^                    a stage holds a chunk                       \--> team 1, slices 1, 3, 5, ...
 //       +------------------- empty[s]: a team has the chunk in registers, or has written its output
-//   team t: sums its part, the first 3 chunks of it in registers, the others in the ring;
-//           gathered[t]: the other team may go on to the next slice in the ring;
+//   team t: sums its part: keeps the first 3 chunks in registers, and leaves the others in the ring;
+//           tells the other team by gathered[t] that it may go on to the next slice in the ring;
 //           sends its sums to team t of every block, and waits for theirs: exchanged[t][turn] counts the bytes;
 //           writes its part of the output, while the other team sums.
 //   producer of block 0: takes the cluster's next slice from a counter in device memory, sends it to all: queued[q].
 //
-// The counter, because if slices are assigned beforehand, the first cluster ends 0.24 ms before the last. Two teams,
-// because with one of 448 threads the forward is as fast but the backward slower: in bfloat16 at the benchmark shape
-// 3.23 ms, with two teams 2.85.
+// Why a counter: with slices assigned beforehand the first cluster ended 0.24 ms before the last. Why two teams: with
+// one team of 448 threads the forward was as fast, but the backward took 3.23 ms instead of 2.85 (in bfloat16 at the
+// benchmark shape).
 
 constexpr int kTeam = 224;  // threads: with two teams and a producer warp, 128 registers are left for each
 constexpr int kThreadPacks = 4;  // of a chunk, for each thread; backward two of x and two of g, which are two places
@@ -263,10 +263,11 @@ constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 a
 constexpr int kMaxCluster = 16;
 constexpr int kQueue = 16;  // entries of BlockState::queue, a ring of slice numbers
 static_assert(kChunkBytes / 2 % 16 == 0, "bulk copies: stages, and their halves backward, are aligned to 16 bytes");
-// A part has 3 chunks or more, so the ring holds at most 5 whole parts: when a producer has loaded slice s, its own
-// teams have begun slice s - 5. They began it after the exchange of slice s - 7, for which each block had sent its
-// sums. Before it sent them, each of its threads had read the queue's entry s - 9. Only then is entry s written, in the
-// place of entry s - 16.
+// Entry s of the queue is written in the place of entry s - 16, which all threads must have read by then. They have:
+//   - A part has 3 chunks or more, so the ring holds at most 5 whole parts. When block 0's producer has loaded slice s,
+//     and sends entry s, its own teams have begun slice s - 5.
+//   - A team begins slice s - 5 after the exchange for slice s - 7, its last one. For this, every block had sent sums.
+//   - Before a block sent sums for slice s - 7, each of its threads had read the queue's entry s - 9.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
 
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
@@ -417,8 +418,9 @@ template <typename T, int OPERANDS> __device__ void consume(
             continue;
         }
         const float anchor = to_float(task.x[slice * task.n]);
-        // A wait for a parity also ends if the filling two before was the last to end. So a stage's filling before must
-        // be known to have ended. It was of the slice before or an earlier one, which the other team has waited for.
+        // A barrier has only a parity, so a wait for this filling of a stage would also end if the filling two before
+        // it were the last to have ended. So the filling just before must have ended by now. It held a chunk of the
+        // previous slice or of an earlier one, and the other team had waited for all of these when it gathered.
         if (round > 0) mbarrier_wait(&state.gathered[team ^ 1], (round - 1) / 2 & 1);
         Sums<OPERANDS> sums = {};
         Place<T, V, OPERANDS> held[kHeldChunks][kThreadPlaces];
@@ -436,7 +438,8 @@ template <typename T, int OPERANDS> __device__ void consume(
         }
         mbarrier_arrive(&state.gathered[team]);
         const Result<OPERANDS> result(exchange(sums, state, team, tid, round, part), anchor, task);
-        // Hides `held` from the compiler, which would keep bfloat16 converted to float, and reload 204 bytes of spills.
+        // Makes the compiler believe that `held` changed. Else it keeps bfloat16 values converted to float, in twice
+        // the registers, and spills 204 bytes.
         int4* const words = reinterpret_cast<int4*>(held);
 #pragma unroll
         for (int i = 0; i < kHeldChunks * kThreadPacks; ++i) {
@@ -572,7 +575,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
     // The workspace is the counter of the slices that were drawn, beyond the first of each cluster.
     if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream)) return error;
-    // Chunks of a multiple of 128 bytes, the last of less; three or more for every block.
+    // A chunk is a multiple of 128 bytes, the slice's last may be less. Every block has three or more.
     const int64_t wanted = divide_up(packs, blocks * chunk);
     const int64_t chunks = wanted > kHeldChunks ? wanted : kHeldChunks;
     const int chunk_packs = int(divide_up(divide_up(packs, chunks * blocks), 8) * 8);
