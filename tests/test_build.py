@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import FIRST, KNOWN, PORTABLE, ROOT, STEMS, solution
-from processes import finish, run_python, save_case, start_python
+from processes import compiler, finish, run_python, save_case, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
@@ -148,8 +148,7 @@ def test_a_compiler_error_is_shown(tmp_path):
 # Stands for the compiler. Beside every compilation a line in the file `calls`. The first one also leaves half an object
 # and waits to be killed, if it is told to. An object that the library of this PyTorch was made of is copied from there,
 # which is quicker than to make it again; ninja calls compilers in a folder of the library's name.
-COMPILER = """#!/bin/sh
-for last; do test "$before" = -o && out="$last"; before="$last"; done
+COMPILER = """for last; do test "$before" = -o && out="$last"; before="$last"; done
 case "$*" in *" -c "*)
     echo "$@" >> "$CALLS"
     test -n "$WAIT" && mkdir "$WAIT" 2> /dev/null && echo "half an object" > "$out" && exec sleep 600
@@ -160,20 +159,17 @@ exec {compiler} "$@"
 """
 
 
-def slow_compiler(folder: Path, compiler: str) -> Path:
+def slow_compiler(folder: Path, program: str) -> Path:
     solution(CASE.stem)
     cache = os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions"))
-    path = folder / "counted-compiler"
-    path.write_text(COMPILER.format(compiler=compiler, cache=cache))
-    path.chmod(0o755)
-    return path
+    return compiler(folder, COMPILER.format(compiler=program, cache=cache))
 
 
 @pytest.fixture
 def counted(tmp_path):
     """Options of a process that builds anew, by a compiler that counts its calls."""
-    compiler = slow_compiler(tmp_path, shutil.which("c++"))
-    return {"CXX": compiler, "CALLS": tmp_path / "calls", "TORCH_EXTENSIONS_DIR": tmp_path / "built", "cwd": tmp_path}
+    counting = slow_compiler(tmp_path, shutil.which("c++"))
+    return {"CXX": counting, "CALLS": tmp_path / "calls", "TORCH_EXTENSIONS_DIR": tmp_path / "built", "cwd": tmp_path}
 
 
 def test_odd_paths_and_a_python_that_is_not_activated(saved, counted, tmp_path):
@@ -189,8 +185,11 @@ def test_odd_paths_and_a_python_that_is_not_activated(saved, counted, tmp_path):
     run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, python=python, **options)
 
 
-def test_an_empty_cxx_is_none(saved, tmp_path):
-    run_python(IMPORT_AND_CHECK, FILE, saved, cwd=tmp_path, CXX="", TORCH_EXTENSIONS_DIR=tmp_path / "built")
+def test_an_empty_cxx_is_none(saved, counted, tmp_path):
+    """The compiler is the c++ on PATH then."""
+    (tmp_path / "c++").symlink_to(counted["CXX"])
+    run_python(IMPORT_AND_CHECK, FILE, saved, **counted | {"CXX": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert counted["CALLS"].exists()
 
 
 def built_once(saved: Path, options: dict) -> Path:
@@ -293,11 +292,11 @@ def test_processes_at_once_build_once_and_a_later_one_finds_it(saved, counted, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["everything", "the compiler", "python and ninja"])
-@pytest.mark.parametrize("compiler", ["g++", pytest.param("nvcc", marks=pytest.mark.gpu)])
-def test_a_killed_build_does_not_stop_the_next_one(compiler, killed, saved, counted, tmp_path):
+@pytest.mark.parametrize("program", ["g++", pytest.param("nvcc", marks=pytest.mark.gpu)])
+def test_a_killed_build_does_not_stop_the_next_one(program, killed, saved, counted, tmp_path):
     """PyTorch's lock and half an object are left behind; the next import builds, and waits for nobody's lock."""
     options = counted | {"WAIT": tmp_path / "waits"}
-    if compiler == "nvcc":
+    if program == "nvcc":
         del options["CXX"]
         options["PYTORCH_NVCC"] = slow_compiler(tmp_path, find_nvcc())
     first = start_python(IMPORT, FILE, **options)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from cases import FIRST, PORTABLE, ROOT, STEMS, build, first_cases, load, problem_of
-from processes import run_python, save_case
+from processes import QUICKLY, compiler, run_python, save_case
 from sources import definitions, source
 
 CASE = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])  # the quickest to build
@@ -49,7 +49,8 @@ for module in (original, edited, original):
     check(module.ModelNew, sys.argv[1])
 assert original.NAMESPACE != edited.NAMESPACE
 """
-    assert run_python(script, saved, cwd=tmp_path, CUDA_VISIBLE_DEVICES="") == "this is the copy\n"
+    environment = {"CUDA_VISIBLE_DEVICES": "", "CXX": compiler(tmp_path, QUICKLY)}
+    assert run_python(script, saved, cwd=tmp_path, **environment) == "this is the copy\n"
 
 
 # ---- the file itself

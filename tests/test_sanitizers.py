@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from cases import PORTABLE, ROOT
-from processes import finish, start_python
+from processes import compiler, finish, start_python
 
 # The flags are added by a compiler of another name, so the file is built as it always is. Not optimised: no access is.
-COMPILER = """#!/bin/sh
-unset LD_PRELOAD
+COMPILER = """unset LD_PRELOAD
 exec c++ "$@" -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1 -O0
 """
 RUN_ALL = """
@@ -44,11 +43,9 @@ def test_no_fault_of_memory_or_arithmetic(tmp_path):
     libraries = sanitizer_libraries()
     if not libraries:
         pytest.skip("needs g++ with libasan and libubsan")
-    compiler, built = tmp_path / "c++-with-sanitizers", tmp_path / "built"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
+    built = tmp_path / "built"
     environment = {
-        "CXX": compiler,
+        "CXX": compiler(tmp_path, COMPILER),
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:protect_shadow_gap=0",  # Python leaks at exit; CUDA's libraries want the gap
         "UBSAN_OPTIONS": "print_stacktrace=1",
