@@ -85,13 +85,20 @@ def python_without_ninja(folder: Path) -> Path:
 
 COMPILER_TOOLS = ["c++", "g++", "gcc", "as", "ld"]
 
-# Tries the import in each of the environments, one after another, and prints what it raises. `gpu` stands for a machine
-# with one GPU, as far as the build asks.
+# Tries the import in each of the environments, one after another, and prints what it raises: what is missing or, as
+# nothing is built, the folder that load_inline is to build in and the architectures it is told. `gpu` stands for a
+# machine with one GPU, as far as the build asks, and this CUDA_HOME; `torch` for a version of PyTorch.
 TRY_EACH = """
 import json
 import torch.utils.cpp_extension
+
+def note(*arguments, build_directory, extra_cuda_cflags, **options):
+    raise RuntimeError(f"{build_directory} {[flag for flag in extra_cuda_cflags if 'arch' in flag]}")
+
+torch.utils.cpp_extension.load_inline = note
 before = dict(os.environ)
 for changes in json.loads(sys.argv[2]):
+    torch.__version__ = changes.pop("torch", "9.9.9")
     if "gpu" in changes:
         torch.version.cuda = "13.0"
         torch.cuda.device_count = lambda: 1
@@ -104,6 +111,10 @@ for changes in json.loads(sys.argv[2]):
     except RuntimeError as error:
         print(error)
 """
+
+
+def answers(environments: list[dict], cwd: Path, **options) -> list[str]:
+    return run_python(TRY_EACH, FILE, json.dumps(environments, default=str), cwd=cwd, **options).splitlines()
 
 
 def test_what_is_missing_is_named_with_what_to_do(tmp_path):
@@ -124,9 +135,8 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path):
         (both | {"gpu": None}, no_toolkit),
         (both | {"gpu": "/nowhere"}, f"/nowhere/{no_toolkit}"),
     ]
-    environments = json.dumps([environment for environment, _ in cases], default=str)
     options = {"python": python_without_ninja(tmp_path / "venv"), "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
-    said = run_python(TRY_EACH, FILE, environments, cwd=tmp_path, **options).splitlines()
+    said = answers([environment for environment, _ in cases], tmp_path, **options)
     assert len(said) == len(cases)
     for (_, expected), line in zip(cases, said):
         assert re.search(expected, line), said
@@ -231,53 +241,19 @@ def test_a_file_system_without_flock(saved, counted):
     run_python(NO_FLOCK + IMPORT_AND_CHECK, FILE, saved, **counted)
 
 
-# What load_inline is asked for, and nothing is built.
-FOLDERS = """
-import torch.utils.cpp_extension
-def note(*arguments, build_directory, **options):
-    print(build_directory)
-    raise NotImplementedError
-torch.utils.cpp_extension.load_inline = note
-for version in ("9.9.8", "9.9.9", "9.9.8"):
-    torch.__version__ = version
-    try:
-        load(sys.argv[1], "fresh")
-    except NotImplementedError:
-        pass
-"""
-
-
 def test_two_versions_of_pytorch_share_a_cache(tmp_path):
     """Each builds in a folder of its own, and finds it again."""
-    one, other, again = run_python(FOLDERS, FILE, cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path).splitlines()
+    versions = [{"torch": version} for version in ("9.9.8", "9.9.9", "9.9.8")]
+    one, other, again = answers(versions, tmp_path, TORCH_EXTENSIONS_DIR=tmp_path)
     assert one == again != other
-
-
-ARCHITECTURE = """
-import torch.utils.cpp_extension
-torch.version.cuda = "13.0"
-torch.cuda.device_count = lambda: 1
-torch.cuda.get_device_capability = lambda device=None: (9, 0)
-torch.utils.cpp_extension.CUDA_HOME = sys.argv[2]
-def note(*arguments, build_directory, extra_cuda_cflags, **options):
-    print(build_directory, [flag for flag in extra_cuda_cflags if "arch" in flag])
-    raise NotImplementedError
-torch.utils.cpp_extension.load_inline = note
-for targets in ("", "8.0+PTX", "9.0"):
-    os.environ["TORCH_CUDA_ARCH_LIST"] = targets
-    try:
-        load(sys.argv[1], "fresh")
-    except NotImplementedError:
-        pass
-"""
 
 
 def test_torch_cuda_arch_list_is_left_to_pytorch(tmp_path):
     """A build of its own for each value; no flag of ours, which would make load_inline ignore it."""
     (tmp_path / "bin").mkdir()
     shutil.copy(shutil.which("true"), tmp_path / "bin" / "nvcc")
-    options = {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
-    lines = run_python("import os\n" + ARCHITECTURE, FILE, tmp_path, **options).splitlines()
+    targets = [{"gpu": tmp_path, "TORCH_CUDA_ARCH_LIST": target} for target in ("", "8.0+PTX", "9.0")]
+    lines = answers(targets, tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
     assert len(set(lines)) == 3 and all(line.endswith(" []") for line in lines)
 
 

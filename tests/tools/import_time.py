@@ -7,7 +7,6 @@ are what the import adds to `import torch`, in a fresh process; warm, the median
 """
 
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,12 +17,6 @@ from cases import ROOT
 from processes import finish, start_python
 
 FILES = sorted((ROOT / "kernels").rglob("*.py"))
-
-
-def name_of(file: Path) -> str:
-    return file.relative_to(ROOT / "kernels").with_suffix("").as_posix()
-
-
 IMPORT = """
 begin = time.perf_counter()
 load(sys.argv[1], "imported")
@@ -31,30 +24,21 @@ print(time.perf_counter() - begin)
 """
 
 
-def start(file: Path, cache: str) -> subprocess.Popen:
-    return start_python(IMPORT, file, cwd=ROOT, TORCH_EXTENSIONS_DIR=cache)
-
-
-def seconds(process: subprocess.Popen) -> float:
-    """What the kernel file's import took, after that of torch."""
-    code, out, err = finish(process, timeout=600)
-    if code:
-        raise SystemExit(err)
-    return float(out)
+def seconds(files: list[Path], cache: str) -> list[float]:
+    """Of each import, all begun at once."""
+    processes = [start_python(IMPORT, file, cwd=ROOT, TORCH_EXTENSIONS_DIR=cache) for file in files]
+    return [float(out or sys.exit(err)) for _, out, err in (finish(process, timeout=600) for process in processes)]
 
 
 def main() -> None:
-    alone, warm, together = {}, {}, {}
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        seconds(start(FILES[0], first + "/unused"))  # what the disk has to read is read
-        for file in FILES:
-            alone[name_of(file)] = seconds(start(file, first))
-        for file in FILES:
-            warm[name_of(file)] = statistics.median(seconds(start(file, first)) for _ in range(3))
-        processes = {name_of(file): start(file, second) for file in FILES}
-        together = {stem: seconds(process) for stem, process in processes.items()}
-    for stem in alone:
-        print(f"{stem:32} cold {alone[stem]:5.1f} s alone, {together[stem]:5.1f} s at once; warm {warm[stem]:.2f} s")
+        seconds(FILES[:1], first + "/unused")  # what the disk has to read is read
+        alone = [seconds([file], first)[0] for file in FILES]
+        warm = [statistics.median(seconds([file], first)[0] for _ in range(3)) for file in FILES]
+        together = seconds(FILES, second)
+    for file, one, all_at_once, again in zip(FILES, alone, together, warm):
+        name = file.relative_to(ROOT / "kernels").with_suffix("").as_posix()
+        print(f"{name:36} cold {one:5.1f} s alone, {all_at_once:5.1f} s at once; warm {again:.2f} s")
 
 
 if __name__ == "__main__":
