@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
+from judge.source import reseed
+
 RANDOM = "changes PyTorch's random state"
 REUSED = "gives the memory of an earlier answer again"
 
@@ -125,7 +127,7 @@ def answers_of(module, sets: list[list], request: Request, names: Names | None =
         p.requires_grad_(False)
     wanted = [wanted_of(parameters, inputs, request) for inputs in sets]
     watch = Watch(module, sets, names, request)
-    torch.manual_seed(request.seed)  # a Model and a candidate that draw random numbers alike draw the same
+    reseed(request.seed)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
     recorded = request.direction != "forward"
     calls = []

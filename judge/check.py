@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from judge import gates, switches
 from judge.answers import RANDOM, REUSED, Answer, How, Names, Request, answers_of, same_bits, tensors_of
 from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, requests_after
-from judge.source import RAISED, Problem, cast, last_line, to_dtype
+from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, settle, shared, state_of
 
 SEEDS = 3  # gate 2 pools their errors
@@ -185,7 +185,7 @@ def blank(x: torch.Tensor) -> torch.Tensor:
 
 def perturb(model: torch.nn.Module, seed: int) -> None:
     """New values for everything floating in the state, of the size it had; what is all zero becomes small numbers."""
-    torch.manual_seed(-1 - seed)  # inputs have seeds from 0 on
+    reseed(-1 - seed)  # inputs have seeds from 0 on
     for tensor in model.state_dict().values():
         if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
             factors = torch.rand_like(tensor) + 0.5
@@ -411,7 +411,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     def draw(i: int) -> list:
         drawn = case.inputs(request.seed + 100 * i, request.batch)
         if request.change:
-            torch.manual_seed(request.seed + i)
+            reseed(request.seed + i)
             changed.append(case.change(drawn, request.change))
         return tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
 

@@ -71,7 +71,7 @@ class Problem:
         self.batch: int | None = getattr(self.module, "batch_size", None)
 
     def arguments(self, seed: int) -> list:
-        torch.manual_seed(seed)
+        reseed(seed)
         return self.module.get_init_inputs()
 
     def model(self, seed: int) -> torch.nn.Module:
@@ -84,13 +84,13 @@ class Problem:
             tensors = [*made.parameters(), *made.buffers()]
             if any(isinstance(x, torch.nn.parameter.UninitializedTensorMixin) for x in tensors):
                 inputs = self.inputs(self.batch, "cpu", torch.float32, seed)
-                torch.manual_seed(seed)
+                reseed(seed)
                 made(*inputs)
         return made
 
     def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
         """Fresh inputs on the device, floating ones in this dtype. `batch` is None where it cannot be chosen."""
-        torch.manual_seed(seed)
+        reseed(seed)
         chosen = {} if batch is None else {"batch_size": batch}
         vars(self.module).update(chosen)  # get_inputs reads this constant, or takes an argument of its name
         is_argument = "batch_size" in inspect.signature(self.module.get_inputs).parameters
@@ -99,9 +99,16 @@ class Problem:
         return tree_map_only(torch.Tensor, lambda x: to_dtype(x, dtype, device), list(inputs))
 
 
+def reseed(seed: int) -> None:
+    """torch.manual_seed, but for the kinds of devices that nobody has here: of each that keeps where it was called."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
 def make(cls: type, arguments: list, seed: int) -> torch.nn.Module:
     """An instance in eval mode, from a known state of the random numbers."""
-    torch.manual_seed(seed)
+    reseed(seed)
     return cls(*arguments).eval()
 
 

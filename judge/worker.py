@@ -62,7 +62,7 @@ from judge.answers import (
     tensors_of,
     wanted_of,
 )
-from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, set_precision
+from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, reseed, set_precision
 from judge.switches import Switches
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
@@ -365,7 +365,7 @@ class Contender:
         """
         self.said += self.switches.put_back()
         if self.request.seeded:
-            torch.manual_seed(self.request.seed)
+            reseed(self.request.seed)
         if not self.gpu:
             self.buffer.zero_()
             begin = perf_counter()
