@@ -106,7 +106,7 @@ def batch_dimensions(case) -> list[list[int]]:
     return [[d for d in range(a.dim()) if a.shape[d] != b.shape[d]] for a, b in pairs]
 
 
-@first_cases
+@compiled_cases
 @recorded_or_not
 @pytest.mark.parametrize("marked", [False, True], ids=["nothing marked", "marked as dynamic"])
 def test_another_batch_size_needs_no_other_compilation(case, recorded, marked, device):
