@@ -18,15 +18,17 @@ The forward reads x once for every 32 output channels and writes out once: v sta
 tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
 capability 8.0, 9.0, 10.0, 10.3); compiled for others it uses FMA instructions. The forward is the same when gradients
 are wanted; it then also saves x, the parameters, mean and rstd. The backward computes h again, and from it dh and the
-gradients of the vectors; from dh ATen computes W's gradient, and our kernel x's gradient if the convolution is 3x3 and
-has 4 input channels or more (otherwise ATen computes that, too).
+gradients of the vectors; also W's gradient, on tensor cores, if there are at most 8 input and 128 output channels; of
+float32 it is more accurate than PyTorch's. A second kernel computes x's gradient from dh, if the convolution is 3x3 and
+has 4 input channels or more. ATen computes from dh what remains of these two. All that our kernels compute is the same
+bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By
 `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` an H200 takes 1.18 ms forward in
 float32, 5.0 times as fast as eager and 2.85 times as fast as torch.compile; 0.79 ms in bfloat16, 6.8 and 3.5 times;
-forward and backward, with x's gradient, 7.25 ms in float32 and 4.4 ms in bfloat16, 2.55 and 2.85 times as fast as
-eager. Compiled for compute capability 8.0, the code takes as long on the H200. 2.7 ms of the backward are W's gradient,
-which PyTorch computes.
+forward and backward, with x's gradient, 5.45 ms in float32 and 3.37 ms in bfloat16, 3.4 and 3.7 times as fast as eager.
+Compiled for compute capability 8.0, the code takes as long on the H200. W's gradient takes 0.65 ms of the backward in
+float32; its products alone, as many as the forward's, would take 0.2 ms.
 """
 
 import contextlib
@@ -103,7 +105,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
 //   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
-//   finish       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd           writes dx
+//   finish       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd; dW       writes dx
 //
 // Here z = h scale, g is the gradient of out, and bias is the sum of the convolution's and the network's. The factor
 // rstd of dz is left out of the last two sums: publish_gradients multiplies each sum by it, once. The gradient of x is
@@ -155,7 +157,7 @@ constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have
 constexpr int kRows = 4;                        // pixel rows per thread
 constexpr int kPixels = kValues / kChannels;    // pixels per thread and channel
 constexpr int kPairs = kPixels / kRows / 2;     // pairs of columns per row of a thread
-constexpr int kPart = 16;                       // pixels that a thread loads or stores at once
+constexpr int kChunk = 16;                       // pixels that a thread loads or stores at once
 constexpr int kMostOuts = 32;                   // output channels of a tile
 constexpr int kStage = 8;                       // most input channels of a stage: multiplied at once
 constexpr int kMostTaps = 9;
@@ -185,6 +187,7 @@ struct Arguments {
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
     float* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
+    float* weight_sums;  // (slots, taps, channel_tiles outs, kStage): partial sums of W's gradient, or null
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
     int dh_type;  // 0 float, 1 half, 2 bfloat16
     int kernel, pad;  // rows and columns of the convolution's kernel, and of zeros on each side of x
@@ -223,7 +226,7 @@ struct Tile {
 //                factor        offset                                      pull
 //   forward      gamma rstd    beta - rest factor                          unused, as rstd is
 //   backward     gamma         (mean of gamma g) - rest pull               (mean of gamma g (v - mean) rstd) rstd
-struct Norm { float mean, factor, offset, pull, rstd; };
+struct Epilogue { float mean, factor, offset, pull, rstd; };
 
 struct Shared {
     float sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
@@ -231,11 +234,14 @@ struct Shared {
     int counts[kWarps];  // forward: pixels of the warp that lie in the image; backward: 1 (its anchors are 0)
     double2 channels[kMostOuts];  // sums of each channel of the tile, in `publish`
     float means[kMostOuts];  // of v, in the backward
-    Norm norm[kMostOuts];
+    Epilogue epilogue[kMostOuts];
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
     int offsets[kMostTaps + 1];  // see `multiply`
     float largest[kWarps];  // of a warp's values, in largest_of_block
     float weight_units[kMostSets];  // see `multiply`
+    float largest_unit;  // of the tile's stages
+    float x_unit;  // in the backward, of the tile's x
+    unsigned flags[kWarps];  // in the backward, of the values of x that a warp received: see `flags_of`
     Tile tiles[2];  // the one in work and the next
 };
 
@@ -247,9 +253,9 @@ __device__ __forceinline__ unsigned read_thread() {
     return thread;
 }
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
-struct Place {
+struct Fragment {
     int channel, row, column;
-    __device__ __forceinline__ explicit Place(const Arguments& p) {
+    __device__ __forceinline__ explicit Fragment(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
         const int warps_log2 = kBlockLog2 - p.outs_log2;  // of the number of warps that have the same channels
         const int lanes = kColumns / 2 / kPairs;  // lanes side by side in a row
@@ -268,9 +274,9 @@ struct Pixels {
     unsigned valid;  // bit i: pixel i lies in the image
     int columns;  // of the image
     __device__ __forceinline__ Pixels(const Arguments& p, const Tile& tile) {
-        const Place place(p);
-        const int row = tile.row + place.row, column = tile.column + place.column;
-        channel = place.channel;
+        const Fragment fragment(p);
+        const int row = tile.row + fragment.row, column = tile.column + fragment.column;
+        channel = fragment.channel;
         channels = p.out_channels - tile.channel - channel;
         columns = p.columns;
         plane = p.rows * columns;
@@ -292,9 +298,9 @@ struct Pixels {
 template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };  // neighbouring columns
 template <int PACK, typename T>
 __device__ __forceinline__ void load_packs(
-    const T* from, const Pixels& at, unsigned valid, int begin, float (&to)[kPart]) {
+    const T* from, const Pixels& at, unsigned valid, int begin, float (&to)[kChunk]) {
 #pragma unroll
-    for (int i = 0; i < kPart; i += PACK) {
+    for (int i = 0; i < kChunk; i += PACK) {
         Pack<T, PACK> pack = {};
         const T* const own = from + at.offset(begin + i, at.columns);
         if (valid >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(own);
@@ -304,9 +310,9 @@ __device__ __forceinline__ void load_packs(
 }
 template <int PACK, typename T>
 __device__ __forceinline__ void store_packs(
-    T* to, const Pixels& at, unsigned valid, int begin, const float (&from)[kPart]) {
+    T* to, const Pixels& at, unsigned valid, int begin, const float (&from)[kChunk]) {
 #pragma unroll
-    for (int i = 0; i < kPart; i += PACK) {
+    for (int i = 0; i < kChunk; i += PACK) {
         Pack<T, PACK> pack;
 #pragma unroll
         for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
@@ -314,15 +320,15 @@ __device__ __forceinline__ void store_packs(
         if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(own) = pack;
     }
 }
-// Loads or stores kPart pixels, from `begin` on, of the thread's channel o; by pairs if rows begin at even indices.
+// Loads or stores kChunk pixels, from `begin` on, of the thread's channel o; by pairs if rows begin at even indices.
 template <typename T>
-__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kPart]) {
+__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kChunk]) {
     from += at.first + int64_t(o) * kChannelStep * at.plane;
     if (at.columns % 2 == 0) load_packs<2>(from, at, at.valid_of(o), begin, to);
     else load_packs<1>(from, at, at.valid_of(o), begin, to);
 }
 template <typename T>
-__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int begin, const float (&from)[kPart]) {
+__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int begin, const float (&from)[kChunk]) {
     to += at.first + int64_t(o) * kChannelStep * at.plane;
     if (at.columns % 2 == 0) store_packs<2>(to, at, at.valid_of(o), begin, from);
     else store_packs<1>(to, at, at.valid_of(o), begin, from);
@@ -409,15 +415,39 @@ __device__ __forceinline__ float scale_for(float largest) {
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
     return exponent < kInfinite ? __uint_as_float((kBias + 13 - exponent + kBias) << 23) : NAN;
 }
+// 1 / scale, of a power of two. (__frcp_rn is a function call, which takes more registers.)
+__device__ __forceinline__ float inverse_of_power(float scale) {
+    return __uint_as_float((2 * 127 << 23) - __float_as_uint(scale));
+}
 __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
     hi = __float2half_rn(v);
     lo = __float2half_rn(v - __half2float(hi));
 }
+// The same of two numbers at once, whose pieces share registers from the start.
+__device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& lo) {
+    const __half2 high = __floats2half2_rn(v, w);
+    const float2 widened = __half22float2(high);
+    const __half2 low = __floats2half2_rn(v - widened.x, w - widened.y);
+    hi = reinterpret_cast<const uint32_t&>(high);
+    lo = reinterpret_cast<const uint32_t&>(low);
+}
+
+// For W's gradient: flags of the largest x of a channel, among a thread's values. kFaint: it is so small beside the
+// tile's largest that its pieces have lost digits. W's gradient shows that where no thread has kClear for the channel.
+// kNotFinite: it would spread, to all channels with float32's pieces, and to taps where it is multiplied by the zero dh
+// of a pixel outside the image. (A NaN in x makes all of the sample's dh NaN, and so all of W's gradient.)
+constexpr unsigned kFaint = 1, kClear = kFaint << kStage, kNotFinite = kClear << kStage;
+template <typename T> __device__ __forceinline__ unsigned flags_of(float largest, float scale) {
+    constexpr float kLeast = 1.0f / 8;  // 2^-16 of the tile's largest
+    const unsigned pieces = kPieces<T> == 2 && largest * scale < kLeast ? kFaint : kClear;
+    return largest == 0 ? 0 : largest < INFINITY ? pieces : kNotFinite;
+}
 
 // Waits for this thread's cp.async copies, converts them (16 bits to float; for tensor cores float32 to two pieces),
-// and stores them to x. Returns the factor by which a stored value must be multiplied. Contains a __syncthreads if T is
-// float on tensor cores.
-template <typename T, int PACK>
+// and stores them to x. Returns the factor by which a stored value must be multiplied. In the backward, on tensor
+// cores, it also writes what W's gradient needs: shared.flags and x_unit. Contains a __syncthreads if T is float on
+// tensor cores.
+template <typename T, int PACK, Direction DIRECTION>
 __device__ __forceinline__ float receive_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first), image = p.lines * kPitch;
@@ -427,19 +457,31 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * image + pixel) : Pack<T, PACK>();
         };
-        float scale = 1;
-        if constexpr (kPieces<T> == 2) {
-            float largest = 0;
+        float scale = 1, largest[kStage] = {};  // of each channel
+        if constexpr (kPieces<T> == 2 || DIRECTION == kBackward) {
             for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
 #pragma unroll
                 for (int c = 0; c < kStage; ++c) {
                     const Pack<T, PACK> pack = load(c, line * kPitch + column);
 #pragma unroll
-                    for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
+                    for (int i = 0; i < PACK; ++i) largest[c] = fmaxf(largest[c], fabsf(to_float(pack.values[i])));
                 }
             });
-            scale = scale_for(largest_of_block(largest, shared));
-            unit = __frcp_rn(scale);
+        }
+        if constexpr (kPieces<T> == 2) {
+            float of_all = 0;
+#pragma unroll
+            for (int c = 0; c < kStage; ++c) of_all = fmaxf(of_all, largest[c]);
+            scale = scale_for(largest_of_block(of_all, shared));
+            unit = inverse_of_power(scale);
+        }
+        if constexpr (DIRECTION == kBackward) {
+            unsigned flags = 0;
+#pragma unroll
+            for (int c = 0; c < kStage; ++c) flags |= flags_of<T>(largest[c], scale) << c;
+            for (int distance = 16; distance > 0; distance /= 2) flags |= __shfl_xor_sync(~0u, flags, distance);
+            if (read_thread() % 32 == 0) shared.flags[read_thread() / 32] = flags;
+            if (threadIdx.x == 0) shared.x_unit = unit;
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
@@ -474,9 +516,10 @@ __device__ __forceinline__ void start_x(const Arguments& p, const Tile& tile, in
     if (p.width % 2 == 0) copy_x<T, 2>(p, tile, first, raw);
     else copy_x<T, 1>(p, tile, first, raw);
 }
-template <typename T>
+template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float finish_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
-    return p.width % 2 == 0 ? receive_x<T, 2>(p, first, raw, x, shared) : receive_x<T, 1>(p, first, raw, x, shared);
+    return p.width % 2 == 0 ? receive_x<T, 2, DIRECTION>(p, first, raw, x, shared)
+                            : receive_x<T, 1, DIRECTION>(p, first, raw, x, shared);
 }
 
 // The weight of output channel o, input channel `in` and a tap; for the gradient of x the kernel is rotated by 180
@@ -511,7 +554,7 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
             for (int i = int(read_thread()); i < 2 * pairs; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
             scale = scale_for(largest_of_block(largest, shared));
-            unit = __frcp_rn(scale);
+            unit = inverse_of_power(scale);
         }
         for (int i = int(read_thread()); i < pairs; i += kThreads) {
             const int own = i / 128 * 128 * kPieces<T> + i % 128;
@@ -586,6 +629,16 @@ __device__ __forceinline__ void accumulate(
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+        : "r"(from)
+        : "memory");
+#endif
+}
+// The same, but each lane receives elements of the transposed matrices: rows 2 (lane % 4) and the next one, column
+// lane / 4.
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
         : "r"(from)
         : "memory");
@@ -696,9 +749,9 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 constexpr float kMostUnit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void mend(
-    const Arguments& p, const Tile& tile, const Shared& shared, float unit, float (&h)[kChannels][kPixels]) {
+    const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
     constexpr bool padded = DIRECTION == kInputGradient;
-    const Place place(p);
+    const Fragment fragment(p);
     float zero = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) zero = fmaf(h[i / kPixels][i % kPixels], 0.0f, zero);
@@ -706,8 +759,8 @@ __device__ __forceinline__ void mend(
     if constexpr (!padded && kPieces<T> == 2) {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
-            const float scale = fmaxf(fabsf(shared.parameters[place.channel + o * kChannelStep].y), 1.0f);
-            right &= unit * scale <= kMostUnit;
+            const float scale = fmaxf(fabsf(shared.parameters[fragment.channel + o * kChannelStep].y), 1.0f);
+            right &= shared.largest_unit * scale <= kMostUnit;
         }
     }
     if (right) return;
@@ -718,12 +771,12 @@ __device__ __forceinline__ void mend(
 #pragma unroll 1
     for (int n = 0; n < p.in_channels * taps; ++n) {
         const int in = n / taps;
-        const int row = tile.row + place.row + n % taps / p.kernel - (padded ? p.pad : 0);
-        const int column = tile.column + place.column + n % p.kernel - (padded ? p.pad : 0);
+        const int row = tile.row + fragment.row + n % taps / p.kernel - (padded ? p.pad : 0);
+        const int column = tile.column + fragment.column + n % p.kernel - (padded ? p.pad : 0);
         float w[kChannels];
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
-            w[o] = weight_of<T, DIRECTION>(p, tile.channel + place.channel + o * kChannelStep, in, n % taps);
+            w[o] = weight_of<T, DIRECTION>(p, tile.channel + fragment.channel + o * kChannelStep, in, n % taps);
         }
         const int64_t line = (int64_t(tile.sample) * p.in_channels + in) * p.height + row;
         const T* const from = static_cast<const T*>(p.x) + line * p.width + column;
@@ -744,16 +797,16 @@ __device__ __forceinline__ void mend(
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* x, const float* weights,
     const Shared& shared, int channels, float unit, float (&h)[kChannels][kPixels]) {
-    const Place place(p);
+    const Fragment fragment(p);
     if constexpr (kTensor) {
         const int steps = (p.kernel * p.kernel + 1) / 2 * kPieces<T>;
-        const uint4* const own = reinterpret_cast<const uint4*>(weights) + place.channel / 16 * steps * 32;
-        const uint32_t rows = uint32_t(__cvta_generic_to_shared(x)) + place.row * kPitch * 16;
+        const uint4* const own = reinterpret_cast<const uint4*>(weights) + fragment.channel / 16 * steps * 32;
+        const uint32_t rows = uint32_t(__cvta_generic_to_shared(x)) + fragment.row * kPitch * 16;
         multiply<T>(p, rows, own + threadIdx.x % 32, shared.offsets, unit, h);
     } else {
-        x += place.row * kPitch + place.column;
-        if (p.kernel == 3) accumulate<3>(p, x, weights + place.channel, channels, h);
-        else accumulate<1>(p, x, weights + place.channel, channels, h);
+        x += fragment.row * kPitch + fragment.column;
+        if (p.kernel == 3) accumulate<3>(p, x, weights + fragment.channel, channels, h);
+        else accumulate<1>(p, x, weights + fragment.channel, channels, h);
     }
 }
 
@@ -880,14 +933,14 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
         }
         for (int c = max(first, tile.channel) + lane; c <= min(last, end - 1); c += 32) {
             const float4 parameters = shared.parameters[c - tile.channel];
-            Norm& norm = shared.norm[c - tile.channel];
+            Epilogue& epilogue = shared.epilogue[c - tile.channel];
             if (BACKWARD) {
                 const double pull = all.y * p.share * of.rstd;
-                norm = {of.mean, parameters.z, float(mean - of.rest * pull), float(pull), of.rstd};
+                epilogue = {of.mean, parameters.z, float(mean - of.rest * pull), float(pull), of.rstd};
             } else {
                 const float factor = parameters.z * of.rstd;
                 // An infinite gamma rstd gives NaN, as in ATen.
-                norm = {of.mean, factor, isfinite(factor) ? parameters.w - of.rest * factor : NAN};
+                epilogue = {of.mean, factor, isfinite(factor) ? parameters.w - of.rest * factor : NAN};
             }
         }
     }
@@ -951,14 +1004,14 @@ __device__ __forceinline__ void sum_values(
     keep_sums(sums, anchors, count, shared, warp);
 }
 // By a warp, with tensor cores: writes a row of its 16 channels at a time, through shared memory, so that a store
-// writes 128 contiguous bytes of a channel instead of 32, and with 16 bits 64 instead of 16. `way` is the staging
+// writes 128 contiguous bytes of a channel instead of 32, and with 16 bits 64 instead of 16. `staging` is the staging
 // memory, the warp's own part of it.
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
-    const Pixels& pixels, const Shared& shared, float* way) {
+    const Pixels& pixels, const Shared& shared, float* staging) {
     constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes per channel; channels written at once
     const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, own = lane / kLanes;
-    const int row = tile.row + Place(p).row, column = tile.column + lane % kLanes * 2;
+    const int row = tile.row + Fragment(p).row, column = tile.column + lane % kLanes * 2;
     const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first row to the image's last
     const int channels = p.out_channels - tile.channel - first - own;
     const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + own) * pixels.plane;
@@ -972,8 +1025,8 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         for (int i = 0; i < kValues / kRows; i += 2) {
             const int o = i / (2 * kPairs), pair = i / 2 % kPairs, pixel = r * 2 * kPairs + pair * 2;
             const int c = pixels.channel + o * kChannelStep;
-            const Norm n = shared.norm[c];
-            float2* const at = reinterpret_cast<float2*>(way + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2);
+            const Epilogue n = shared.epilogue[c];
+            float2* const at = reinterpret_cast<float2*>(staging + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2);
             *at = make_float2(
                 fmaf(v[o][pixel] - n.mean, n.factor, n.offset), fmaf(v[o][pixel + 1] - n.mean, n.factor, n.offset));
         }
@@ -981,7 +1034,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         float2 pairs[16 / kAtOnce];
 #pragma unroll
         for (int c = 0; c < 16; c += kAtOnce) {
-            pairs[c / kAtOnce] = *reinterpret_cast<const float2*>(way + (c + own) * kOutPitch + lane % kLanes * 2);
+            pairs[c / kAtOnce] = *reinterpret_cast<const float2*>(staging + (c + own) * kOutPitch + lane % kLanes * 2);
         }
         if (r >= rows) continue;
         T* at = to + r * p.columns;
@@ -995,22 +1048,22 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         }
     }
 }
-// Writes the tile's values. `way` is the block's staging memory: x's shared memory, which is free now.
+// Writes the tile's values. `staging` is the block's staging memory: x's shared memory, which is free now.
 template <typename T>
 __device__ __forceinline__ void write_values(
-    const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* way) {
+    const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* staging) {
     const Pixels pixels(p, tile);
     if constexpr (kTensor) {
-        way += read_thread() / 32 * 16 * kOutPitch;
-        write_rows<T>(p, tile, v, pixels, shared, way);
+        staging += read_thread() / 32 * 16 * kOutPitch;
+        write_rows<T>(p, tile, v, pixels, shared, staging);
         __syncthreads();  // because the next stage overwrites the staging memory
     } else {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
-            const Norm n = shared.norm[pixels.channel + o * kChannelStep];
+            const Epilogue n = shared.epilogue[pixels.channel + o * kChannelStep];
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) v[o][i] = fmaf(v[o][i] - n.mean, n.factor, n.offset);
-            store_pixels(static_cast<T*>(p.out), pixels, o, 0, reinterpret_cast<float (&)[kPart]>(v[o]));
+            store_pixels(static_cast<T*>(p.out), pixels, o, 0, reinterpret_cast<float (&)[kChunk]>(v[o]));
         }
     }
 }
@@ -1049,13 +1102,13 @@ __device__ __forceinline__ void sum_gradients(
     const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     float sums[2 * kChannels] = {};
 #pragma unroll
-    for (int i = 0; i < kValues; i += kPart) {
+    for (int i = 0; i < kValues; i += kChunk) {
         const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
         const float mean = shared.means[c], scale = shared.parameters[c].y;
-        float g[kPart];
+        float g[kChunk];
         load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
 #pragma unroll
-        for (int k = 0; k < kPart; ++k) {
+        for (int k = 0; k < kChunk; ++k) {
             sums[o] += g[k];
             sums[kChannels + o] = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, sums[kChannels + o]);
         }
@@ -1068,23 +1121,24 @@ __device__ __forceinline__ void sum_gradients(
 // dz h / rstd. In the code `dv` and `dz` are without the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
-    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+    const Arguments& p, float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     float sums[2 * kChannels] = {};
 #pragma unroll
-    for (int i = 0; i < kValues; i += kPart) {
+    for (int i = 0; i < kValues; i += kChunk) {
         const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
-        float g[kPart];  // then dh
+        float g[kChunk];  // then dh
         load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
-        const Norm n = shared.norm[c];
+        const Epilogue n = shared.epilogue[c];
         const float scale = shared.parameters[c].y;
 #pragma unroll
-        for (int k = 0; k < kPart; ++k) {
+        for (int k = 0; k < kChunk; ++k) {
             const float value = h[o][begin + k], z = value * scale;
             const float dv = fmaf(n.factor, g[k], -fmaf(activation(z) - n.mean, n.pull, n.offset));
             const float dz = pixels.valid >> (begin + k) & 1 ? dv * activation_gradient(z) : 0.0f;
             sums[o] += dz;
             sums[kChannels + o] = fmaf(dz, value, sums[kChannels + o]);
             g[k] = dz * n.rstd * scale;
+            h[o][begin + k] = g[k];
         }
         if (sizeof(T) == 2 || p.dh_type == 0) store_pixels(static_cast<T*>(p.out), pixels, o, begin, g);
         else if (p.dh_type == 1) store_pixels(static_cast<__half*>(p.out), pixels, o, begin, g);
@@ -1094,12 +1148,157 @@ __device__ __forceinline__ void write_gradients(
     const float anchors[kChannels] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
+// ---------------------------------------------------------------------------------------------------------------------
+// W's gradient, on tensor cores. dW(o, c, tap) is the sum, over all pixels, of dh(o, pixel) x(c, pixel + the tap's
+// offset): a product of matrices for each tap. mma multiplies 16 output channels x 16 pixels of dh, its operand A, by
+// 16 pixels x 8 input channels of x, its operand B.
+//
+// The registers of dh form operands A without any exchange between lanes. mma lays out its results, which h was, as it
+// lays out operands, so two neighbouring groups of 8 columns are an operand:
+//
+//   columns of a row      0 1    2 3    4 5    6 7    8 9    ...   14 15
+//   channels 0 and 8      lane 0     1      2      3      0    ...       3
+//   channels 1 and 9      lane 4     5      6      7      4    ...       7
+//   registers of A        0 and 1                     2 and 3
+//
+// Operands B are pixels of x, which are still in shared memory, where the convolution read them; ldmatrix transposes
+// them. A warp computes the sums of its 16 channels and four rows, of three taps at a time. float32 is multiplied in
+// pieces, as in `multiply`: a power of two brings the warp's largest dh of each channel to 2^13 or more, below 2^14.
+//
+// Each warp adds its sums, tile after tile, to a slot of its own in global memory, and ATen adds up the slots, in
+// double. So the order of the additions is always the same. The slots take 10 MB on an H200, and stay in its L2.
+
+// The warp's slot, from the first element of mma's result on that this lane has.
+__device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile) {
+    const Fragment fragment(p);
+    const int warps = 1 << (kBlockLog2 - p.outs_log2);  // that have the same channels
+    const int64_t slot = blockIdx.x * warps + (fragment.row / kRows), outs = p.channel_tiles * p.outs;
+    const int64_t row = slot * p.kernel * p.kernel * outs + tile.channel + fragment.channel;
+    return p.weight_sums + row * kStage + read_thread() % 4 * 2;
+}
+// By a warp, for a tile where the products of pieces would be wrong, see `flags_of`, or dh is infinite: computes the
+// same sums in float32, from global memory.
+template <typename T>
+__device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, const Tile& tile) {
+    float* const slot = slot_of(p, tile);
+    const Pixels pixels(p, tile);
+    const Fragment fragment(p);
+    const int outs = p.channel_tiles * p.outs;
+    __syncwarp();  // after the stores of dh
+    for (int i = 0; i < kValues; i += kChunk) {
+        const int o = i / kPixels, begin = i % kPixels;
+        float dh[kChunk];
+        if (sizeof(T) == 2 || p.dh_type == 0) load_pixels(static_cast<const T*>(p.out), pixels, o, begin, dh);
+        else if (p.dh_type == 1) load_pixels(static_cast<const __half*>(p.out), pixels, o, begin, dh);
+        else load_pixels(static_cast<const __nv_bfloat16*>(p.out), pixels, o, begin, dh);
+        const unsigned valid = pixels.valid >> begin;
+        const int64_t row = tile.row + fragment.row + begin / (2 * kPairs), column = tile.column + fragment.column;
+        for (int n = 0; n < p.in_channels * kMostTaps; ++n) {
+            const int in = n / kMostTaps, tap = n % kMostTaps;
+            if (tap >= p.kernel * p.kernel) continue;
+            const int64_t line = (int64_t(tile.sample) * p.in_channels + in) * p.height + row + tap / 3;
+            const T* const x = static_cast<const T*>(p.x) + line * p.width + column + tap % 3;
+            float sum = 0;
+#pragma unroll
+            for (int k = 0; k < kChunk; ++k) {
+                if (valid >> k & 1) sum = fmaf(dh[k], to_float(x[pixels.offset(k, p.width)]), sum);
+            }
+            // Four lanes have the channel's pixels; one of them has this element of mma's result.
+            for (int distance = 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+            if (read_thread() % 4 == in / 2) slot[(tap * outs + o * kChannelStep) * kStage + in % 2] += sum;
+        }
+    }
+}
+// By a warp: adds what its pixels contribute to W's gradient to its slot of weight_sums.
+template <typename T>
+__device__ __forceinline__ void add_weight_gradient(
+    const Arguments& p, const Tile& tile, const float* x, const Shared& shared, const float (&dh)[kChannels][kPixels]) {
+    using Piece = typename Multiplied<T>::Piece;
+    constexpr int kCount = kPieces<T>, kTaps = 3;  // taps at a time
+    unsigned flags = 0;
+    for (int warp = 0; warp < kWarps; ++warp) flags |= shared.flags[warp];
+    bool exact = flags < kNotFinite && (flags % kClear & ~(flags / kClear)) == 0;
+    float scales[kChannels] = {1, 1};
+    if constexpr (kCount == 2) {
+#pragma unroll
+        for (int o = 0; o < kChannels; ++o) {
+            float largest = 0;
+#pragma unroll
+            for (int i = 0; i < kPixels; ++i) largest = fmaxf(largest, fabsf(dh[o][i]));
+            for (int distance = 2; distance > 0; distance /= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+            }
+            scales[o] = scale_for(largest);
+            exact &= scales[o] == scales[o];  // it is NaN if dh is infinite
+        }
+    }
+    if (!__all_sync(~0u, exact)) return add_weight_gradient_in_float<T>(p, tile);
+    uint32_t a[kCount][kPixels / 4][4];  // dh as operands A, of 16 pixels each
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+        const int o = i % 2, pixel = i / 2 * 2;
+        const float v = dh[o][pixel] * scales[o], w = dh[o][pixel + 1] * scales[o];
+        if constexpr (kCount == 2) {
+            split(v, w, a[0][i / 4][i % 4], a[1][i / 4][i % 4]);
+        } else {
+            const Pack<T, 2> pair = {from_float<T>(v), from_float<T>(w)};
+            a[0][i / 4][i % 4] = reinterpret_cast<const uint32_t&>(pair);
+        }
+    }
+#pragma unroll 1
+    for (int first = 0; first < p.kernel * p.kernel; first += kTaps) {  // a 1x1 kernel has one tap: two sums are unused
+        float total[kTaps][4] = {};
+        const uint32_t own =
+            uint32_t(__cvta_generic_to_shared(x)) + (Fragment(p).row * kPitch + read_thread() % 32) * 16;
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            float part[kTaps][4];
+#pragma unroll
+            for (int i = 0; i < 4 * kTaps; ++i) part[i / 4][i % 4] = kCount == 2 ? 0.0f : total[i / 4][i % 4];
+#pragma unroll
+            for (int of_x = kCount - 1; of_x >= 0; --of_x) {  // x's pieces: lo, with the small products, then hi
+                uint32_t b[kTaps][4];  // 32 pixels of the row
+#pragma unroll
+                for (int t = 0; t < kTaps; ++t) {
+                    const int line = of_x * p.lines + row;
+                    load_transposed(b[t], own + shared.offsets[first + t] + line * kPitch * 16);
+                }
+#pragma unroll
+                for (int of_dh = kCount - 1 - of_x; of_dh >= 0; --of_dh) {  // without lo lo
+#pragma unroll
+                    for (int i = 0; i < kPairs; i += 2) {
+                        const auto& r = a[of_dh][(row * kPairs + i) / 2];
+                        const uint4 operand = {r[0], r[1], r[2], r[3]};
+#pragma unroll
+                        for (int t = 0; t < kTaps; ++t) mma(part[t], operand, b[t][i], b[t][i + 1], Piece());
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4 * kTaps; ++i) {
+                float& sum = total[i / 4][i % 4];
+                sum = kCount == 2 ? sum + part[i / 4][i % 4] : part[i / 4][i % 4];
+            }
+        }
+        float* const slot = slot_of(p, tile);
+        const int outs = p.channel_tiles * p.outs;
+#pragma unroll
+        for (int t = 0; t < kTaps; ++t) {
+            if (t > 0 && p.kernel == 1) break;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& sum = slot[((first + t) * outs + i / 2 * kChannelStep) * kStage + i % 2];
+                sum += total[t][i] * shared.x_unit * inverse_of_power(scales[i / 2]);
+            }
+        }
+    }
+}
 // By the first warp, after __syncthreads: writes the tile's partial sums of dbias and dscale.
 __device__ __forceinline__ void publish_gradients(
     const Arguments& p, const Tile& tile, const Shared& shared, int lane) {
     if (lane >= min(p.outs, p.out_channels - tile.channel)) return;
     const double2 all = sums_of_channel(p, shared, lane);
-    const double rstd = shared.norm[lane].rstd, scale = shared.parameters[lane].y;
+    const double rstd = shared.epilogue[lane].rstd, scale = shared.parameters[lane].y;
     channel_sum(p, tile, 2, lane) = float(all.x * rstd * scale);
     channel_sum(p, tile, 3, lane) = float(all.y * rstd);
 }
@@ -1107,10 +1306,10 @@ __device__ __forceinline__ void publish_gradients(
 // Adds the bias and, in the forward, computes the activation.
 template <Direction DIRECTION>
 __device__ __forceinline__ void add_bias(const Arguments& p, const Shared& shared, float (&h)[kChannels][kPixels]) {
-    const Place place(p);
+    const Fragment fragment(p);
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        const float4 parameters = shared.parameters[place.channel + o * kChannelStep];
+        const float4 parameters = shared.parameters[fragment.channel + o * kChannelStep];
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             h[o][i] += parameters.x;
@@ -1133,7 +1332,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
         const int tap = threadIdx.x < p.kernel * p.kernel ? threadIdx.x : 0;
         shared.offsets[threadIdx.x] = (tap / p.kernel * kPitch + tap % p.kernel) * 16;
     }
-    if (DIRECTION == kInputGradient && threadIdx.x < kMostOuts) shared.norm[threadIdx.x] = {0, 1, 0};
+    if (threadIdx.x < kMostOuts) {  // also of channels that do not exist, so that their dh is 0
+        shared.epilogue[threadIdx.x] = {0, 1, 0};
+        shared.parameters[threadIdx.x] = {};
+    }
     __syncthreads();
     start_x<T>(p, shared.tiles[0], 0, raw);
     for (int set = 0; set < p.weight_sets; ++set) {
@@ -1142,15 +1344,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
         shared.weight_units[set] = load_weights<T, DIRECTION>(p, 0, set * p.stage, of_stage, shared);
     }
     __syncthreads();
-    for (int place = 0; shared.tiles[place].item < p.items; place = 1 - place) {  // shared.tiles is double-buffered
-        const Tile& tile = shared.tiles[place];
-        Tile& next = shared.tiles[1 - place];
+#pragma unroll 1
+    for (int buffer = 0; shared.tiles[buffer].item < p.items; buffer ^= 1) {  // shared.tiles is double-buffered
+        const Tile& tile = shared.tiles[buffer];
+        Tile& next = shared.tiles[buffer ^ 1];
         if (DIRECTION == kBackward) {
             load_means(p, tile, shared);
             prefetch_gradients<T>(p, tile);
         }
         float h[kChannels][kPixels] = {};
-        float largest_unit = 0;  // of the tile's stages
         for (int first = 0; first < p.in_channels; first += p.stage) {
             float* const of_stage = p.weight_sets > 0 ? weights + first / p.stage * p.weight_floats : weights;
             if (first > 0 || p.weight_sets == 0) __syncthreads();
@@ -1158,14 +1360,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
             float unit = p.weight_sets > 0 ? shared.weight_units[first / p.stage]
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
-            unit *= finish_x<T>(p, first, raw, x, shared);
-            largest_unit = fmaxf(largest_unit, unit);
+            unit *= finish_x<T, DIRECTION>(p, first, raw, x, shared);
+            if (threadIdx.x == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) start_x<T>(p, tile, first + p.stage, raw);
             __syncthreads();
             convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), unit, h);
         }
         if (threadIdx.x == 0) next.set(p, tile.item + gridDim.x);
-        if constexpr (kTensor || DIRECTION == kInputGradient) mend<T, DIRECTION>(p, tile, shared, largest_unit, h);
+        if constexpr (kTensor || DIRECTION == kInputGradient) mend<T, DIRECTION>(p, tile, shared, h);
         if (DIRECTION == kInputGradient) {
             __syncthreads();
             if (next.item < p.items) start_x<T>(p, next, 0, raw);
@@ -1189,6 +1391,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
         __syncthreads();
         if (DIRECTION == kBackward) {
             write_gradients<T>(p, h, Pixels(p, tile), shared, warp());
+            if constexpr (kTensor) {
+                if (p.weight_sums != nullptr) add_weight_gradient<T>(p, tile, x, shared, h);
+            }
             __syncthreads();
             if (warp() == 0) publish_gradients(p, tile, shared, threadIdx.x);
         } else {
@@ -1226,11 +1431,26 @@ static Arguments plan(const int64_t* sizes) {
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
 
-// Computes the bytes of the workspace, and the rows of channel_sums.
-extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
+// Computes the bytes of the workspace, the rows of channel_sums and, unless it is null, the shape of weight_sums: of no
+// slots if the backward does not compute W's gradient. It does on tensor cores, if all of x that a tile depends on is
+// in shared memory at once, and for 128 output channels at most, which keeps the slots small. Returns a cudaError_t.
+extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape) {
     const Arguments p = plan(sizes);
     *rows = int64_t(p.samples) * p.pixel_tiles;
     *bytes = counter_bytes(p) + *rows * p.groups * p.parts * int64_t(sizeof(double2));
+    if (weight_shape == nullptr) return cudaSuccess;
+    int device, sms;
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, convolve_and_normalize<float, kBackward>);
+    if (error == cudaSuccess) error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    const bool ours = uses_tensor_cores(attributes.ptxVersion) && p.in_channels <= kStage && p.channel_tiles <= 4;
+    weight_shape[0] = ours ? std::min(kBlocks * sms, p.items) * (kWarps * 16 / p.outs) : 0;
+    weight_shape[1] = p.kernel * p.kernel;
+    weight_shape[2] = p.channel_tiles * p.outs;
+    weight_shape[3] = kStage;
+    return cudaSuccess;
 }
 
 template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p, cudaStream_t stream) {
@@ -1268,7 +1488,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
     }
     if (error != cudaSuccess) return error;
-    const int grid = std::min(resident * sms, p.items);
+    const int grid = std::min(std::min(resident, kBlocks) * sms, p.items);
     if (DIRECTION == kInputGradient) {
         p.mode = kFinish;
         kernel<<<grid, kThreads, bytes, stream>>>(p);
@@ -1291,7 +1511,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 }
 
 // pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. If `backward`, dh takes the
-// place of out, and grad and channel_sums follow. Returns a cudaError_t.
+// place of out, and grad, channel_sums and weight_sums follow, the last of which may be null. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream) {
     Arguments p = plan(sizes);
@@ -1310,6 +1530,7 @@ extern "C" int conv_launch(
     if (backward) {
         p.grad = pointers[10];
         p.channel_sums = static_cast<float*>(pointers[11]);
+        p.weight_sums = static_cast<float*>(pointers[12]);
     }
     const auto of_type = [&](auto zero) {
         using T = decltype(zero);
@@ -1334,6 +1555,7 @@ CPP_SOURCE = r"""
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/conv2d.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/group_norm.h>
@@ -1679,12 +1901,15 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
 // For _check_activation.
 std::tuple<double, double> activation_at(double z) { return {activation(float(z)), activation_gradient(float(z))}; }
 
-// The gradient dh of the convolution's result, of type `dtype`; and four rows: the gradients of beta, of gamma, of
-// either bias (both have the same), and of scale.
-Tensors backward_meta(
-    const Tensor& grad, const Tensor&, at::TensorList parameters, const Tensor&, at::ScalarType dtype) {
+// The gradient dh of the convolution's result, of type `dtype`; four rows, the gradients of beta, of gamma, of either
+// bias (both have the same), and of scale; and the gradient of the convolution's weight, or nothing, if it is not
+// needed.
+std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor&, at::TensorList parameters,
+    const Tensor&, at::ScalarType dtype, bool needs_weight) {
+    const Tensor& weight = parameters[kWeight];
     return {at::empty_symint(grad.sym_sizes(), grad.options().dtype(dtype)),
-        at::empty_symint({4, parameters[kBias].sym_numel()}, grad.options().dtype(at::kFloat))};
+        at::empty_symint({4, parameters[kBias].sym_numel()}, grad.options().dtype(at::kFloat)),
+        needs_weight ? at::empty_symint(weight.sym_sizes(), weight.options()) : at::empty({0}, weight.options())};
 }
 
 // The gradient of x: the convolution of dh with the rotated weights.
@@ -1694,7 +1919,7 @@ Tensor input_gradient_meta(const Tensor& dh, const Tensor& weight) {
 }
 
 #ifdef WITH_CUDA
-extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
+extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape);
 extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream);
 extern "C" int conv_input_gradient(
     const void* dh, const void* weight, void* dx, const int64_t* sizes, cudaStream_t stream);
@@ -1705,42 +1930,55 @@ Tensor aligned(const Tensor& t) {
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 int64_t number_of(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
+void check(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 
-// Launches the forward or, with a gradient, the backward; `out` is the output or dh. Returns the rows of channel_sums.
-Tensor launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
-    const Tensor& grad) {
+// Launches the forward or, with a gradient, the backward; `out` is the output or dh. Returns channel_sums and, if W's
+// gradient is needed and the kernel computes it, weight_sums.
+Tensors launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
+    const Tensor& grad, bool needs_weight) {
     const Tensor& weight = parameters[kWeight];
     const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
         weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type()), 0};
-    int64_t bytes, rows;
-    conv_sizes(sizes, &bytes, &rows);
+    int64_t bytes, rows, weight_shape[4] = {};
+    check(conv_sizes(sizes, &bytes, &rows, needs_weight ? weight_shape : nullptr));
     std::vector<Tensor> held = {aligned(x)};
     for (const Tensor& t : parameters) held.push_back(t.contiguous());
     held.insert(held.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
-    Tensor sums;
+    Tensor channel_sums, weight_sums;
     if (grad.defined()) {
-        sums = at::empty({rows, 4, weight.size(0)}, x.options().dtype(at::kFloat));
-        held.insert(held.end(), {aligned(grad), sums});
+        channel_sums = at::empty({rows, 4, weight.size(0)}, x.options().dtype(at::kFloat));
+        if (weight_shape[0] > 0) weight_sums = at::zeros(weight_shape, channel_sums.options());
+        held.insert(held.end(), {aligned(grad), channel_sums, weight_sums});
     }
     std::vector<void*> pointers;
-    for (const Tensor& t : held) pointers.push_back(t.data_ptr());
-    const int error = conv_launch(pointers.data(), sizes, eps, grad.defined(), c10::cuda::getCurrentCUDAStream());
-    TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
-    return sums;
+    for (const Tensor& t : held) pointers.push_back(t.defined() ? t.data_ptr() : nullptr);
+    check(conv_launch(pointers.data(), sizes, eps, grad.defined(), c10::cuda::getCurrentCUDAStream()));
+    return {channel_sums, weight_sums};
 }
 Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [out, statistics] = forward_meta(x, parameters, groups, eps);
-    if (out.numel() > 0) launch(x, parameters, statistics, out, eps, {});
+    if (out.numel() > 0) launch(x, parameters, statistics, out, eps, {}, false);
     return {out, statistics};
 }
-Tensors backward_cuda(
-    const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, at::ScalarType dtype) {
+std::tuple<Tensor, Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters,
+    const Tensor& statistics, at::ScalarType dtype, bool needs_weight) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [dh, sums] = backward_meta(grad, x, parameters, statistics, dtype);
-    if (grad.numel() == 0) return {dh, sums.zero_()};
-    const Tensor rows = launch(x, parameters, statistics, dh, 0, grad);
-    return {dh, rows.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
+    auto [dh, sums, grad_weight] = backward_meta(grad, x, parameters, statistics, dtype, needs_weight);
+    if (grad.numel() == 0) return {dh, sums.zero_(), grad_weight.zero_()};
+    const auto [channel_sums, weight_sums] = launch(x, parameters, statistics, dh, 0, grad, needs_weight);
+    const auto sum = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble); };
+    sums.copy_(sum(channel_sums));
+    if (weight_sums.defined()) {  // (taps, outs, 8) for (out_channels, in_channels, taps)
+        const auto to = grad_weight.flatten(2);
+        to.copy_(sum(weight_sums).permute({1, 2, 0}).slice(0, 0, to.size(0)).slice(1, 0, to.size(1)));
+    } else if (needs_weight) {
+        const Tensor& weight = parameters[kWeight];
+        const auto found = at::convolution_backward(dh, x.to(dtype), weight.to(dtype), at::nullopt, {1, 1}, {0, 0},
+            {1, 1}, false, {0, 0}, 1, {false, true, false});
+        grad_weight.copy_(std::get<1>(found));
+    }
+    return {dh, sums, grad_weight};
 }
 Tensor input_gradient_cuda(const Tensor& dh, const Tensor& weight) {
     const c10::cuda::CUDAGuard guard(dh.device());
@@ -1749,9 +1987,8 @@ Tensor input_gradient_cuda(const Tensor& dh, const Tensor& weight) {
     const int64_t type = number_of(dh.scalar_type());
     const int64_t sizes[] = {dh.size(0), dh.size(1), dh.size(2), dh.size(3), weight.size(1), 1, weight.size(2), type,
         type, weight.size(2) - 1};
-    const int error = conv_input_gradient(
-        dh.const_data_ptr(), weight.const_data_ptr(), dx.mutable_data_ptr(), sizes, c10::cuda::getCurrentCUDAStream());
-    TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+    check(conv_input_gradient(
+        dh.const_data_ptr(), weight.const_data_ptr(), dx.mutable_data_ptr(), sizes, c10::cuda::getCurrentCUDAStream()));
     return dx;
 }
 #endif
@@ -1761,8 +1998,8 @@ Tensor input_gradient_cuda(const Tensor& dh, const Tensor& weight) {
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("activation(float z) -> (float, float)", activation_at);
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, ScalarType dtype)"
-          " -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, ScalarType dtype, bool needs_weight)"
+          " -> (Tensor, Tensor, Tensor)");
     m.def("input_gradient(Tensor dh, Tensor weight) -> Tensor");
     m.impl("input_gradient", torch::dispatch(c10::DispatchKey::Meta, input_gradient_meta));
     m.impl("forward", torch::dispatch(c10::DispatchKey::CPU, forward_cpu));
@@ -1985,21 +2222,16 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
         x, weight = tensors[:2]
-        dh, sums = _backward(grad, x, tensors[1:], statistics, ctx.dtype)
-        of_x = of_weight = None
-        if needs[0] or needs[1]:
-            low = [t.to(ctx.dtype) for t in (x, weight)]
-            ours = needs[0] and weight.shape[2] == 3 and weight.shape[1] >= 4 and x.is_cuda  # else cuDNN is as fast
-            if ours:
-                of_x = _input_gradient(dh, low[1].contiguous())
-            rest = [needs[0] and not ours, needs[1], False]
-            if any(rest):
-                found = torch.ops.aten.convolution_backward(
-                    dh, *low, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, rest
-                )
-                of_x, of_weight = of_x if ours else found[0], found[1]
-        of_beta, of_gamma, of_bias, of_scale = sums.to(grad.dtype).unbind()
-        found = (of_x, of_weight, of_bias, of_bias.clone(), of_scale, of_gamma, of_beta)  # both biases have the same
+        dh, sums, grad_weight = _backward(grad, x, tensors[1:], statistics, ctx.dtype, needs[1])
+        grad_x, low = None, weight.to(ctx.dtype)
+        if needs[0] and weight.shape[2] == 3 and weight.shape[1] >= 4:
+            grad_x = _input_gradient(dh, low.contiguous())
+        elif needs[0]:  # cuDNN is as fast
+            grad_x, *_ = torch.ops.aten.convolution_backward(
+                dh, x.to(ctx.dtype), low, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False]
+            )
+        grad_beta, grad_gamma, grad_bias, grad_scale = sums.to(grad.dtype).unbind()  # both biases have the same
+        found = (grad_x, grad_weight, grad_bias, grad_bias.clone(), grad_scale, grad_gamma, grad_beta)
         return (
             None,
             None,
