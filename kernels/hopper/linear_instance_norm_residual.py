@@ -240,7 +240,6 @@ template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kLineK = Scheme::kLineK;
     Pack<__half, COUNT> hi, lo;
-#pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         hi.value[i] = __float2half_rn(v[i]);
         lo.value[i] = __float2half_rn(v[i] - __half2float(hi.value[i]));
@@ -252,7 +251,11 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
 }
 // Of a row of x or W: the inverse of its scale, and its doubt (see Range). The output of a row of x and a row of W is
 // their sum times both inverses. The sum is doubtful if its magnitude is below both rows' doubts together.
-struct RowScale { float unscale, doubt; };
+struct RowScale {
+    float unscale, doubt;
+    // Of the scale. unscale is 2^-exponent.
+    __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(unscale) >> 23); }
+};
 // In the backward an exponent of a scale may be the sum or difference of two, each 126 at most. 2^252 and 2^-252 are no
 // float32 numbers, so such a scale is applied as two factors, of half the exponent each. At 2^-252 every float32 number
 // becomes 0 in fp16.
@@ -264,10 +267,7 @@ struct Operand {
     __half* pieces;
     int64_t rows;
     int k;
-    // Forward: row i is scaled to its own largest value. split_rows writes scales[i] and exponents[i]. Of W it also
-    // writes the smallest exponent.
-    RowScale* scales;
-    int *exponents, *smallest;
+    RowScale* scales;  // Forward: row i is scaled to its own largest value. split_rows writes scales[i].
     // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i], lowered if necessary so
     // that its largest value stays below 2^15.
     const int *base, *offsets;
@@ -324,7 +324,6 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
         for (int i = 0; i < kSplitQuads; ++i) {
             const int at = first + lane + i * group;
             float v[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
-#pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * half_scale * other_half;
                 coarse += fabsf(scaled) < Scheme::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
@@ -343,8 +342,6 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     // No finite value but 0: the row's sums are 0 or not finite.
     if (largest == 0) result.doubt = -INFINITY;
     operand.scales[row] = result;
-    operand.exponents[row] = exponent;
-    if (operand.smallest != nullptr) note_exponent(operand.smallest, exponent);
 }
 
 // Starts a copy by TMA: the box at (x, y, z) of the map's tensor, to shared memory. `bar` counts its bytes.
@@ -426,7 +423,6 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
             Stage<Scheme>& stage = shared.stages[ring.place];
             mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
             mbarrier_expect(&shared.full[ring.place], sizeof(stage));
-#pragma unroll
             for (int row = 0; row < Scheme::kTileRows; row += 128) {
                 load(MN_MAJOR_A, stage.a + row * 128, map_a, line, corner.row + row);
             }
@@ -503,18 +499,16 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
 //     octet 2     4    5    6    7   [0]   1   [2]   3      place_of 4
 //     octet 3     5    4    7    6    1   [0]   3   [2]     place_of 5       [ ] are loaded at once: all places differ
 //
-// Packs of 8 bytes, of 16-bit sums, are in the same banks at the same place modulo 16, and two rows are loaded at once,
-// whose pack numbers differ by 4. So there the second bit of j flips bit 3 of the place, not bit 2.
+// A pack of 16-bit sums has 8 bytes, and there a lane wants eight neighbouring columns, octet e. It loads 16 bytes, two
+// packs, at once, and the lanes of a row load the same two of all octets. place_of(j) is 2 j, so the places differ.
 template <typename S> __device__ __forceinline__ int place_of(int j) {
-    constexpr int kShift = sizeof(S) == 4 ? 1 : 2;
-    return (j & 1) | (j & 2) << kShift;
+    return sizeof(S) == 4 ? (j & 1) | (j & 2) << 1 : j << 1;
 }
 // Stores a warp's 16 x 64 sums to a slot, as drawn above.
 template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to, const float* sum) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         Pack<S, 4> four;
-#pragma unroll
         for (int i = 0; i < 4; ++i) four.value[i] = from_float<S>(sum[4 * j + i]);
         to[j * 32 + (threadIdx.x % 32 ^ place_of<S>(j))] = four;
     }
@@ -527,25 +521,29 @@ template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to,
 //     ...
 //     row 4        lane 0    lane 1   ...                                                 v[1][0-3] and v[1][4-7]
 //
-// So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. A
+// So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. Of
+// 16-bit sums its columns are 8 e to 8 e + 7, so that it stores 16 bytes, and the lanes of a row 128, in either case. A
 // pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
+template <typename S> constexpr int kNeighbours = 16 / sizeof(S);  // columns of a row that a lane has side by side
 template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
     const int row = threadIdx.x % 32 / 8;
+    constexpr int kPacks = 4 / sizeof(S);  // in 16 bytes, which are loaded at once
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int next_pair = i & 1;  // 1: two columns further on
-        const int next_half = i / 2 & 1;  // 1: 32 columns further on
-        const int next_rows = i / 4;  // 1: four rows further on
-        const int j = next_half * 4 + e / 2;  // the octet
-        const int number = (row + next_rows * 4) * 4 + e % 2 * 2 + next_pair;
-        const Pack<S, 4> four = from[j * 32 + (number ^ place_of<S>(e / 2))];
-        const int r = next_rows;
-        const int c = next_half * 4 + next_pair * 2;
-        v[r][c] = to_float(four.value[0]);
-        v[r][c + 1] = to_float(four.value[1]);
-        v[r + 2][c] = to_float(four.value[2]);
-        v[r + 2][c + 1] = to_float(four.value[3]);
+    for (int i = 0; i < 8; i += kPacks) {
+        const int r = i / 4;
+        const int pair = i % 4;  // of the thread's columns
+        const int j = sizeof(S) == 4 ? pair / 2 * 4 + e / 2 : e;  // the octet
+        const int t = sizeof(S) == 4 ? e % 2 * 2 + pair % 2 : pair;
+        const int number = (row + r * 4) * 4 + t;
+        const auto packs = reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[j * 32 + (number ^ place_of<S>(j))]);
+        for (int p = 0; p < kPacks; ++p) {
+            const int c = 2 * (pair + p);
+            v[r][c] = to_float(packs.value[p].value[0]);
+            v[r][c + 1] = to_float(packs.value[p].value[1]);
+            v[r + 2][c] = to_float(packs.value[p].value[2]);
+            v[r + 2][c + 1] = to_float(packs.value[p].value[3]);
+        }
     }
 }
 
@@ -647,7 +645,6 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
             else barrier_arrive(1 + ring.phase, 256);
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sums, more);
-#pragma unroll
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
             const float* const from = s < 2 ? sums : more;
             mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
@@ -658,6 +655,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 }
 template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
+    constexpr int kStep = kNeighbours<typename Scheme::SlotValue>;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     Ring<Scheme::kSlots> slot;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
@@ -667,7 +665,7 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
             const int consumer = s % 2, right = s / 2 % 2, block = s / 4;  // what the slot holds: see the top
             const int row = corner.row + consumer * (Scheme::kTileRows / 2) + block * 64 + warp * 16;  // of this warp
             const int column = corner.column + right * 64;
-            const Corner thread_corner = {row + lane / 8, column + lane % 8 * 4};
+            const Corner thread_corner = {row + lane / 8, column + lane % 8 * kStep};
             const auto scales = epilogue.load(thread_corner);  // before the wait, so that the loads run meanwhile
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
@@ -711,32 +709,26 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
 #endif
 }
-// Stores a thread's 4 x 8 values of a slot (see load_sums); n is a multiple of 4. With STREAMING, what is stored leaves
-// L2 first, so that the operands stay there.
-template <bool STREAMING, typename T>
+// Stores a thread's 4 x 8 values of a slot (see load_sums). n is a multiple of 16 bytes.
+template <typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
-    using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+    constexpr int V = kNeighbours<T>;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int r = i / 2, half = i % 2;
+    for (int i = 0; i < 32; i += V) {
+        const int r = i / 8, half = i % 8 / V;
         const int row = corner.row + r * 4, column = corner.column + half * 32;
         if (row >= m || column >= n) continue;
-        Pack<T, 4> four;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four.value[j] = from_float<T>(v[r][half * 4 + j]);
-        Words* to = reinterpret_cast<Words*>(out + int64_t(row) * n + column);
-        if (STREAMING) __stcs(to, reinterpret_cast<const Words&>(four));
-        else *to = reinterpret_cast<const Words&>(four);
+        Pack<T, V> pack;
+        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[r][half * V + j]);
+        *reinterpret_cast<Pack<T, V>*>(out + int64_t(row) * n + column) = pack;
     }
 }
-// Loads what a thread needs of a vector of n columns: four values from `column` on, and four from 32 columns further
-// on.
+// Loads a vector's values for a thread's eight columns (see load_sums), of which `column` is the first.
 template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-        const auto four = *reinterpret_cast<const Pack<T, 4>*>(vector + min(column + i * 8, n - 4));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) to[i + j] = to_float(four.value[j]);
+    constexpr int V = kNeighbours<T>;
+    for (int i = 0; i < 8; i += V) {
+        const auto pack = *reinterpret_cast<const Pack<T, V>*>(vector + min(column + i * 8, n - V));
+        for (int j = 0; j < V; ++j) to[i + j] = to_float(pack.value[j]);
     }
 }
 // The first part of each epilogue of h = x W^T + bias: it makes h of the sums. x, W and h are of type T.
@@ -746,7 +738,6 @@ template <typename T> struct LinearProduct {
     T* out;
     int m, n, k;
     RowScale* scales;  // of W's n rows, then of x's m
-    int* exponents;  // of W's n rows, then of x's m, for the backward; then the smallest of W's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
@@ -757,9 +748,7 @@ template <typename T> struct LinearProduct {
         const RowScale* const rows = columns + n;
         load_eight(bias, corner.column, n, scales.bias);
         if constexpr (kScaled) {
-#pragma unroll
             for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
-#pragma unroll
             for (int i = 0; i < 8; i += 4) {
                 const auto* from = reinterpret_cast<const float4*>(columns + min(corner.column + i * 8, n - 4));
                 *reinterpret_cast<float4*>(&scales.columns[i]) = from[0];
@@ -773,18 +762,29 @@ template <typename T> struct LinearProduct {
         if constexpr (kScaled) {
             unscale_floats(v, corner, scales);
         } else {
-#pragma unroll
             for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += scales.bias[i % 8];
         }
     }
     __device__ __forceinline__ void unscale_floats(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unsigned doubtful = 0;  // bit 8 r + i: the sum v[r][i] is
+        float least = INFINITY, row_doubt = -INFINITY, column_doubt = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            float& value = v[i / 8][i % 8];
-            const RowScale &row = scales.rows[i / 8], &column = scales.columns[i % 8];
-            if (fabsf(value) < row.doubt + column.doubt) doubtful |= 1u << i;
-            value = fmaf(value * row.unscale, column.unscale, scales.bias[i % 8]);
+            least = fminf(least, fabsf(v[i / 8][i % 8]));
+            row_doubt = fmaxf(row_doubt, scales.rows[i / 8].doubt);
+            column_doubt = fmaxf(column_doubt, scales.columns[i % 8].doubt);
+        }
+        if (least < row_doubt + column_doubt) {  // seldom; so the test of each sum is left out
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                const float doubt = scales.rows[i / 8].doubt + scales.columns[i % 8].doubt;
+                if (fabsf(v[i / 8][i % 8]) < doubt) doubtful |= 1u << i;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float scaled = v[i / 8][i % 8] * scales.rows[i / 8].unscale;
+            v[i / 8][i % 8] = fmaf(scaled, scales.columns[i % 8].unscale, scales.bias[i % 8]);
         }
         // The warp computes the doubtful sums of its lanes again, one at a time.
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
@@ -919,13 +919,10 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
         const Matrix w = {epilogue.weight, n, k, k};
         return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
     } else {
-        int* const exponents = epilogue.exponents;
-        int* const smallest = exponents + n + m;
         __half* const pieces_w = pieces + m * padded_k<Scheme>(k) * Scheme::kPieces;
-        const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n, exponents + n, nullptr};
-        const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
-        cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
-        if (error == cudaSuccess) error = launch_split<Scheme>(x, w, stream);
+        const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n};
+        const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales};
+        const cudaError_t error = launch_split<Scheme>(x, w, stream);
         if (error != cudaSuccess) return error;
         const Matrix a = matrix_of_pieces<Scheme>(pieces, m, k);
         const Matrix b = matrix_of_pieces<Scheme>(pieces_w, n, k);
@@ -964,16 +961,22 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
-    const int* forward;  // the forward's exponents: of W's n rows, of x's m rows, then the smallest of W's
+    const RowScale* forward;  // the forward's: of W's n rows, then of x's m rows
     int *columns, *rows;  // b_j and a_i
-    int* smallest;  // of a_i + the forward's exponent of x's row i, where G's row is not 0 (see note_exponent)
+    // Two words of note_exponent: for the exponents of W's rows; for a_i + the exponent of x's row i, where G's row is
+    // not 0.
+    int *smallest_w, *smallest_x;
 };
+// One block finds the smallest exponent of W's rows.
+__global__ void find_smallest(const SplitGradient to, int64_t n) {
+    for (int64_t j = threadIdx.x; j < n; j += blockDim.x) note_exponent(to.smallest_w, to.forward[j].exponent());
+}
 // Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
     // How many powers of two the largest value of W's row j is below the largest of all W, beyond kSpareBits.
-    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits;
+    const int below = to.forward[j].exponent() - smallest_of(to.smallest_w) - kSpareBits;
     const int b = -min(max(below, 0), kSpareBits);
     if (blockIdx.y == 0) to.columns[j] = b;
     for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
@@ -993,7 +996,6 @@ struct StoreGradient {
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
-#pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int exponent = -smallest_of(base) - offsets[min(corner.row + 4 * r, m - 1)];
             scales.half_scale[r] = power_of_two(exponent / 2);
@@ -1002,12 +1004,11 @@ struct StoreGradient {
         return scales;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-#pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
             value = value * scales.half_scale[i / 8] * scales.other_half[i / 8];
         }
-        store_values<true>(out, v, corner, m, n);
+        store_values(out, v, corner, m, n);
     }
 };
 
@@ -1016,7 +1017,7 @@ template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const
     float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& grad, cudaStream_t stream) {
     const int64_t length = of_weight ? m : n;
     Operand split = {other, pieces, length, int(k)};
-    split.base = of_weight ? grad.smallest : grad.forward + n + m;
+    split.base = of_weight ? grad.smallest_x : grad.smallest_w;
     split.offsets = of_weight ? grad.rows : grad.columns;
     const cudaError_t error = launch_split<Scheme>(split, {}, stream);
     if (error != cudaSuccess) return error;
@@ -1040,71 +1041,113 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 struct StoreLinear : LinearProduct<float> {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
-        store_values<false>(out, v, corner, m, n);  // not STREAMING: finish_rows reads it from L2
+        store_values(out, v, corner, m, n);
     }
 };
-// `group` neighbouring threads, 8 up to the whole block, own a row. Each keeps 32 values of h and 32 of y in registers,
-// so a whole block keeps 8192. What is beyond them in a longer row is loaded again each time. `out` may be h.
+// Of 16-bit types the backward launches finish_rows once more, with BACKWARD, and then ATen's two products and its sum
+// of G over the rows, the bias's gradient: with z = (h - mean) * rstd and d = grad * y
+//
+//     grad_y = grad * (z + y) + d;    G, the gradient of h, = rstd * (d - mean(d) - z mean(d z))
+//
+// `group` neighbouring threads, 8 up to the whole block, own a row. Each keeps 32 values of each tensor in registers,
+// so a whole block keeps 8192. What is beyond them in a longer row is loaded again each time. `out` is the output or,
+// with BACKWARD, G, and may be h.
 constexpr int kRowThreads = 256;
-template <typename T> __global__ void __launch_bounds__(kRowThreads, 2)
-    finish_rows(const T* h, const T* __restrict__ y, T* out, int64_t rows, int n, float eps, int group) {
+// Makes the compiler believe that a pack changed. Else it would convert the pack to floats once and keep these, in
+// twice the registers. (A training step of the benchmark in bfloat16 would take 46 us instead of 32 for these rows.)
+template <class Sixteen> __device__ __forceinline__ void hide(Sixteen& bytes) {
+    uint4& v = reinterpret_cast<uint4&>(bytes);
+    asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+}
+template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThreads)
+    finish_rows(const T* h, const T* y, const T* grad, T* out, T* grad_y, int64_t rows, int n, float eps, int group) {
     constexpr int V = 16 / sizeof(T);  // values in a pack of 16 bytes
     constexpr int kHeld = 32 / V;  // packs in registers
+    constexpr int kTensors = BACKWARD ? 3 : 2;
+    using Own = Pack<T, V>;
     __shared__ float warp_values[kRowThreads / 32];
     const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group;
     const int packs = row < rows ? n / V : 0;
-    const auto* row_h = reinterpret_cast<const Pack<T, V>*>(h + row * n);
-    const auto* row_y = reinterpret_cast<const Pack<T, V>*>(y + row * n);
-    Pack<T, V> held_h[kHeld], held_y[kHeld];  // all loads are issued before the first value is used
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-        const int at = lane + i * group;
-        if (at >= packs) continue;
-        held_h[i] = row_h[at];
-        held_y[i] = row_y[at];
-    }
-    const auto over_row = [&](const auto& use) {  // calls use(pack of h, pack of y, their index in the row)
+    const T* const tensors[] = {h, y, grad};
+    const auto load = [&](int t, int at) { return reinterpret_cast<const Own*>(tensors[t] + row * n)[at]; };
+    Own held[kTensors][kHeld];  // all loads are issued before the first value is used
+    for (int t = 0; t < kTensors; ++t) {
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
             const int at = lane + i * group;
-            if (at < packs) use(held_h[i], held_y[i], at);
+            if (at < packs) held[t][i] = load(t, at);
         }
-        for (int at = lane + kHeld * group; at < packs; at += group) use(row_h[at], row_y[at], at);
+    }
+    const auto over_row = [&](const auto& use) {  // calls use(a pack of each tensor, their index in the row)
+        Own now[kTensors];
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const int at = lane + i * group;
+            for (int t = 0; t < kTensors; ++t) {
+                now[t] = held[t][i];
+                hide(now[t]);
+            }
+            if (at < packs) use(now, at);
+        }
+        for (int at = lane + kHeld * group; at < packs; at += group) {
+            for (int t = 0; t < kTensors; ++t) now[t] = load(t, at);
+            use(now, at);
+        }
     };
+    const auto sum = [&](float v) { return reduce_group(v, group, warp_values, Add()); };
     const float share = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
     float mean = 0;
     float mean_error = 0;  // the exact mean is mean + mean_error
     float squares = 0;
-    over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
-        for (int j = 0; j < V; ++j) mean = fmaf(to_float(pack.value[j]), share, mean);
+    over_row([&](const auto& packs, int) {
+        for (int j = 0; j < V; ++j) mean = fmaf(to_float(packs[0].value[j]), share, mean);
     });
-    mean = reduce_group(mean, group, warp_values, Add());
-    over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
+    mean = sum(mean);
+    over_row([&](const auto& packs, int) {
         float pack_error = 0, pack_squares = 0;  // sums of a pack: a small term added to a large total would be lost
         for (int j = 0; j < V; ++j) {
-            const float deviation = to_float(pack.value[j]) - mean;
+            const float deviation = to_float(packs[0].value[j]) - mean;
             pack_error += deviation;
             pack_squares = fmaf(deviation, deviation, pack_squares);
         }
         mean_error += pack_error;
         squares += pack_squares;
     });
-    mean_error = reduce_group(mean_error, group, warp_values, Add()) * share;
-    squares = reduce_group(squares, group, warp_values, Add()) * share;
+    mean_error = sum(mean_error) * share;
+    squares = sum(squares) * share;
     // If squares is infinite, rstd is to be 0. An infinite mean_error would make a NaN of the difference, inf - inf.
     if (isinf(squares)) mean_error = 0;
     // fmaxf turns a NaN into 0. But then mean_error is NaN, too, and so is the whole row of the output.
     const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
-    over_row([&](const Pack<T, V>& pack_h, const Pack<T, V>& pack_y, int at) {
-        Pack<T, V> result;
-        for (int j = 0; j < V; ++j) {
-            const float y = to_float(pack_y.value[j]);
-            const float z = ((to_float(pack_h.value[j]) - mean) - mean_error) * rstd;
-            result.value[j] = from_float<T>((z + y) * y);
-        }
-        reinterpret_cast<Pack<T, V>*>(out + row * n)[at] = result;
-    });
+    const auto z_of = [&](const Own& pack, int j) { return ((to_float(pack.value[j]) - mean) - mean_error) * rstd; };
+    const auto write = [&](T* to, const auto& value_of) {  // for each value of the row value_of(packs, place in them)
+        over_row([&](const auto& packs, int at) {
+            Own result;
+            for (int j = 0; j < V; ++j) result.value[j] = from_float<T>(value_of(packs, j));
+            if (to != nullptr) reinterpret_cast<Own*>(to + row * n)[at] = result;
+        });
+    };
+    if constexpr (!BACKWARD) {
+        write(out, [&](const auto& packs, int j) {
+            const float y = to_float(packs[1].value[j]);
+            return (z_of(packs[0], j) + y) * y;
+        });
+    } else {
+        float mean_d = 0, mean_dz = 0;
+        write(grad_y, [&](const auto& packs, int j) {
+            const float z = z_of(packs[0], j), y = to_float(packs[1].value[j]), g = to_float(packs[2].value[j]);
+            mean_d += g * y;
+            mean_dz = fmaf(g * y, z, mean_dz);
+            return fmaf(g, z + y, g * y);
+        });
+        mean_d = sum(mean_d) * share;
+        mean_dz = sum(mean_dz) * share;
+        write(out, [&](const auto& packs, int j) {
+            const float d = to_float(packs[1].value[j]) * to_float(packs[2].value[j]);
+            return rstd * (d - mean_d - z_of(packs[0], j) * mean_dz);
+        });
+    }
 }
 // A block of row_gradients holds a row in registers: a thread has kThreadColumns neighbouring columns of it. With the
 // largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two, that cover the
@@ -1122,24 +1165,19 @@ extern "C" int64_t row_blocks(int64_t m, int64_t n) {
     return m < most ? m : most;
 }
 // Loads a thread's columns of a row to v, and zeros beyond n. n is a multiple of 8.
-template <typename T> __device__ __forceinline__ void read_columns(const T* from, float (&v)[kThreadColumns], int n) {
-    constexpr int V = 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; i += V) {
+__device__ __forceinline__ void read_columns(const float* from, float (&v)[kThreadColumns], int n) {
+    for (int i = 0; i < kThreadColumns; i += 4) {
         const int column = threadIdx.x * kThreadColumns + i;
-        Pack<T, V> pack = {};
-        if (column < n) pack = *reinterpret_cast<const Pack<T, V>*>(from + column);
-        for (int j = 0; j < V; ++j) v[i + j] = to_float(pack.value[j]);
+        Pack<float, 4> pack = {};
+        if (column < n) pack = *reinterpret_cast<const Pack<float, 4>*>(from + column);
+        for (int j = 0; j < 4; ++j) v[i + j] = pack.value[j];
     }
 }
-template <typename T> __device__ __forceinline__ void write_columns(T* to, const float (&v)[kThreadColumns], int n) {
-    constexpr int V = 16 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; i += V) {
+__device__ __forceinline__ void write_columns(float* to, const float (&v)[kThreadColumns], int n) {
+    for (int i = 0; i < kThreadColumns; i += 4) {
         const int column = threadIdx.x * kThreadColumns + i;
-        Pack<T, V> pack;
-        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[i + j]);
-        if (column < n) *reinterpret_cast<Pack<T, V>*>(to + column) = pack;
+        const Pack<float, 4> pack = {v[i], v[i + 1], v[i + 2], v[i + 3]};
+        if (column < n) *reinterpret_cast<Pack<float, 4>*>(to + column) = pack;
     }
 }
 // Scales, splits and stores a row of G; v is 0 beyond n.
@@ -1148,14 +1186,11 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
     const int first_column = threadIdx.x * kThreadColumns;
     const int padded = int(padded_k<Scheme>(n));
     float largest = 0;
-#pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
     largest = reduce_group(largest, blockDim.x, warp_values, Max());
     const int exponent = scale_exponent(largest);
-#pragma unroll
     for (int i = 0; i < kThreadColumns; i += 8) {
         float eight[8];
-#pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
         if (first_column + i >= padded) continue;
         store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
@@ -1163,23 +1198,17 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
     // The exponents of G's row and of x's row. A row of zeros is to decide nothing.
-    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
+    note_exponent(to.smallest_x, largest > 0 ? exponent + to.forward[n + row].exponent() : kLargestExponent);
 }
-// The gradients of y and of h: with z = (h - mean) * rstd and d = grad * y
+// The gradients of y and of h (see finish_rows) of float32. The backward's launches are
 //
-//     grad_y = grad * (z + y) + d;    G = rstd * (d - mean(d) - z mean(d z))
-//
-// The gradient of the bias is the sum over rows of G. The backward's launches are
-//
-//     float32        row_gradients    stores G as pieces to `to`, and each block's part of the sum to partials[block]
-//                    scale_columns    finds b_j and scales G's columns by 2^b_j
-//                    split_rows, then multiply    for dX, with W
-//                    split_rows, then multiply    for dW, with x
-//                    row_gradients    stores grad_y, in memory that was the products' before. (Both in one launch would
-//                                     take 2% less time and 7% more memory.)
-//     16-bit types   row_gradients    (Scheme is void) stores G as it is to `whole`, grad_y, and the sums
-//                    ATen's two products
-//     both           ATen's sum over the blocks' partials
+//     row_gradients                     stores G as pieces to `to`, and each block's part of its sum to partials[block]
+//     find_smallest and scale_columns   find b_j and scale G's columns by 2^b_j
+//     ATen's sum over the blocks' partials: the bias's gradient
+//     split_rows, then multiply         for dX, with W
+//     split_rows, then multiply         for dW, with x
+//     row_gradients                     stores grad_y, in memory that was the products' before. (Both in one launch
+//                                       would take 2% less time and 7% more memory.)
 //
 // A block owns every gridDim.x-th row, and a thread the same columns of each.
 //
@@ -1187,9 +1216,9 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
 // was measured for K from 128 to 20000). So 1 / rstd is too small by the same factor. In z the two cancel, but G would
 // be too large: `restored` is rstd without this error.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
-template <typename T, class Scheme> __global__ void __launch_bounds__(512)
-    row_gradients(const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_y,
-        float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to, T* __restrict__ whole) {
+template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(const float* __restrict__ grad,
+    const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y, float* __restrict__ partials,
+    int64_t rows, int n, float eps, const SplitGradient to) {
     __shared__ float warp_values[512 / 32];
     const float share = 1.0f / n;
     const auto sum_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Add()); };
@@ -1236,69 +1265,53 @@ template <typename T, class Scheme> __global__ void __launch_bounds__(512)
             g[i] = restored * (g[i] - mean_d - z[i] * mean_dz);
             column_sums[i] += g[i];
         });
-        if constexpr (std::is_void_v<Scheme>) write_columns(whole + row * n, g, n);
-        else if (to.pieces != nullptr) store_split_row<Scheme>(g, row, n, to, warp_values);
+        if (to.pieces != nullptr) store_split_row<Scheme>(g, row, n, to, warp_values);
     }
     float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kThreadColumns;
     each([&](int i) { sums[i] = float(column_sums[i]); });
 }
 // ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned. A SplitGradient is in host memory. ----
-struct LinearPointers {
-    const float *x, *weight, *bias;
-    float* h;
-    RowScale* scales;
-    int* exponents;
-    __half* pieces;
-};
-template <class Scheme> static cudaError_t launch_h(
-    const LinearPointers& p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const StoreLinear epilogue = {{p.x, p.weight, p.bias, p.h, int(m), int(n), int(k), p.scales, p.exponents}};
-    return launch_linear<Scheme>(epilogue, p.pieces, stream);
-}
+
 // Launches split_rows and multiply: h, of float32.
-extern "C" int linear_forward(
-    bool tf32, const LinearPointers* p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const auto launch = tf32 ? launch_h<OneProduct<__half, float>> : launch_h<ThreeProducts>;
-    return launch(*p, m, n, k, stream);
+extern "C" int linear_forward(bool tf32, const float* x, const float* weight, const float* bias, float* h,
+    RowScale* scales, __half* pieces, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), scales}};
+    return tf32 ? launch_linear<OneProduct<__half, float>>(epilogue, pieces, stream)
+                : launch_linear<ThreeProducts>(epilogue, pieces, stream);
 }
-// dtype: 0 float32, 1 float16, 2 bfloat16, 3 float32 where TF32 is allowed. n is a multiple of 8.
-extern "C" int row_norm_residual(
-    int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
+// dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8. Given grad, of 16-bit types, out is G.
+extern "C" int finish_residual(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
+    int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     int group = 8;
     while (group < kRowThreads && group * 32 < n) group *= 2;
     const unsigned blocks = unsigned(divide_up(rows, kRowThreads / group));
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
-        finish_rows<<<blocks, kRowThreads, 0, stream>>>(
-            static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), rows, int(n), eps, group);
+        auto* kernel = finish_rows<T, false>;
+        if (grad != nullptr) kernel = finish_rows<T, sizeof(T) == 2>;
+        kernel<<<blocks, kRowThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<const T*>(y),
+            static_cast<const T*>(grad), static_cast<T*>(out), static_cast<T*>(grad_y), rows, int(n), eps, group);
     };
+    if (dtype == 0) launch(0.0f);
     if (dtype == 1) launch(__half());
-    else if (dtype == 2) launch(__nv_bfloat16());
-    else launch(0.0f);
+    if (dtype == 2) launch(__nv_bfloat16());
     return cudaGetLastError();
 }
-// Launches row_gradients and, given `to` (for float32 alone), scale_columns. n is at most 8192.
-extern "C" int residual_gradients(int dtype, const void* grad, const void* h, const void* y, void* grad_y,
-    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole, cudaStream_t stream) {
-    const auto launch = [&](auto kernel, auto zero) {
-        using T = decltype(zero);
-        kernel<<<unsigned(row_blocks(m, n)), row_threads(n), 0, stream>>>(static_cast<const T*>(grad),
-            static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(grad_y), partials, m, int(n), eps,
-            to != nullptr ? *to : SplitGradient(), static_cast<T*>(whole));
-    };
-    const dim3 column_blocks(unsigned(divide_up(n, 256)), 64);
-    if (dtype == 0) {
-        launch(row_gradients<float, ThreeProducts>, 0.0f);
-        if (to != nullptr) scale_columns<ThreeProducts><<<column_blocks, 256, 0, stream>>>(*to, m, n);
-    } else if (dtype == 3) {
-        launch(row_gradients<float, OneProduct<__half, float>>, 0.0f);
-        if (to != nullptr) scale_columns<OneProduct<__half, float>><<<column_blocks, 256, 0, stream>>>(*to, m, n);
-    } else if (dtype == 1) {
-        launch(row_gradients<__half, void>, __half());
-    } else {
-        launch(row_gradients<__nv_bfloat16, void>, __nv_bfloat16());
+// Launches row_gradients and, given `to`, what finds and applies the b_j. n is at most 8192.
+template <class Scheme> static cudaError_t launch_gradients(const float* grad, const float* h, const float* y,
+    float* grad_y, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
+    row_gradients<Scheme><<<unsigned(row_blocks(m, n)), row_threads(n), 0, stream>>>(
+        grad, h, y, grad_y, partials, m, int(n), eps, to != nullptr ? *to : SplitGradient());
+    if (to != nullptr) {
+        find_smallest<<<1, 1024, 0, stream>>>(*to, n);
+        scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n);
     }
     return cudaGetLastError();
+}
+extern "C" int residual_gradients(bool tf32, const float* grad, const float* h, const float* y, float* grad_y,
+    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
+    const auto launch = tf32 ? launch_gradients<OneProduct<__half, float>> : launch_gradients<ThreeProducts>;
+    return launch(grad, h, y, grad_y, partials, m, n, eps, to, stream);
 }
 """
 
@@ -1316,10 +1329,10 @@ CPP_SOURCE = r"""
 #include <torch/library.h>
 
 namespace {
-using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Tensors = std::vector<at::Tensor>;
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, also
-// h = x weight^T + bias and, of float32, the exponents of weight's and x's scales.
-Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
+// h = x weight^T + bias and scales (as in LinearProduct; of 16-bit types without elements).
+Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
@@ -1329,13 +1342,13 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
-    const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
-    const c10::SymInt exponents = recorded && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
-    return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
+    if (!recorded) return {out};
+    const c10::SymInt scaled = x.scalar_type() == at::kFloat ? n + m : 0;
+    return {out, at::empty_like(out), at::empty_symint({scaled, 2}, x.options())};
 }
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
-std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor&, const at::Tensor& y, double, bool, std::array<bool, 4> needs) {
+Tensors backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
+    const at::Tensor&, const at::Tensor& y, double, bool, std::array<bool, 4> needs) {
     for (const at::Tensor& t : {grad, weight, h, y}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "one dtype");
     const auto result = [&](bool need, c10::SymIntArrayRef size) {
         return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
@@ -1347,8 +1360,8 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 // ---- The product in C++: the same text in both linear files. ----
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
-    const int* forward;
-    int *columns, *rows, *smallest;
+    const void* forward;
+    int *columns, *rows, *smallest_w, *smallest_x;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
@@ -1368,16 +1381,15 @@ cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // Of float32: dX to results[0] and dW to results[1], where wanted. split_gradient(to) finds G and stores it as pieces.
 // The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
-void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32,
-    bool wants_dx, bool wants_dw, std::vector<at::Tensor>& results,
-    c10::function_ref<int(const GradientPointers*)> split_gradient) {
+void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
+    bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
+    TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && scales.size(0) == n + m, "h is not of this product");
     const at::Tensor g = empty_pieces(m, n, tf32, x);
-    const at::Tensor offsets = at::zeros({n + m + 1}, exponents.options());
+    const at::Tensor offsets = at::zeros({n + m + 2}, x.options().dtype(at::kInt));
     int* const columns = offsets.data_ptr<int>();
     int* const rows = columns + n;
-    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
+    const GradientPointers grad = {g.data_ptr(), scales.data_ptr(), columns, rows, rows + m, rows + m + 1};
     check_launch(split_gradient(&grad));
     const auto multiply = [&](bool of_weight, const at::Tensor& other) {
         const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
@@ -1391,93 +1403,81 @@ void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Ten
     if (wants_dw) multiply(true, x);
 }
 
-struct LinearPointers {
-    const float *x, *weight, *bias;
-    float* h;
-    void* scales;
-    int* exponents;
-    void* pieces;
-};
-extern "C" int linear_forward(bool tf32, const LinearPointers* p, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
-extern "C" int row_norm_residual(
-    int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
+extern "C" int linear_forward(bool tf32, const float* x, const float* weight, const float* bias, float* h, void* scales,
+    void* pieces, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int finish_residual(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
+    int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int64_t row_blocks(int64_t m, int64_t n);
-extern "C" int residual_gradients(int dtype, const void* grad, const void* h, const void* y, void* grad_y,
-    float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, void* whole, cudaStream_t stream);
-int kernel_dtype(const at::Tensor& t, bool tf32) {  // `dtype` of the kernels' launchers
+extern "C" int residual_gradients(bool tf32, const float* grad, const float* h, const float* y, float* grad_y,
+    float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
+int kernel_dtype(const at::Tensor& t) {  // `dtype` of finish_residual
     if (t.scalar_type() == at::kHalf) return 1;
-    if (t.scalar_type() == at::kBFloat16) return 2;
-    return tf32 ? 3 : 0;
+    return t.scalar_type() == at::kBFloat16 ? 2 : 0;
 }
 
-Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
+Tensors forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const c10::cuda::CUDAGuard guard(x.device());
     TORCH_CHECK(product_fits(m, n, k, x.element_size()) && n % 8 == 0, "a large product on compute capability 9");
-    Outputs outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded);
-    auto& [out, h, exponents] = outputs;
-    const int dtype = kernel_dtype(x, tf32);
-    at::Tensor product = recorded ? h : out;  // row_norm_residual reads it and, if not recorded, writes out there
+    const Tensors outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded);
+    const at::Tensor& out = outputs[0];
+    at::Tensor product = recorded ? outputs[1] : out;  // what finish_residual reads: it may write out there
     if (x.scalar_type() == at::kFloat) {
         const at::Tensor ready_x = aligned(x), ready_weight = aligned(weight), ready_bias = aligned(bias);
-        const at::Tensor scales = at::empty({n + m, 2}, x.options());
+        const at::Tensor scales = recorded ? outputs[2] : at::empty({n + m, 2}, x.options());
         const at::Tensor pieces = empty_pieces(m + n, k, tf32, x);
-        at::Tensor all_exponents = exponents;
-        if (!recorded) all_exponents = at::empty({n + m + 1}, x.options().dtype(at::kInt));
-        const LinearPointers p = {floats(ready_x), floats(ready_weight), floats(ready_bias), floats(product),
-            scales.data_ptr(), all_exponents.data_ptr<int>(), pieces.data_ptr()};
-        check_launch(linear_forward(tf32, &p, m, n, k, current_stream()));
+        check_launch(linear_forward(tf32, floats(ready_x), floats(ready_weight), floats(ready_bias), floats(product),
+            scales.data_ptr(), pieces.data_ptr(), m, n, k, current_stream()));
     } else {
         at::linear_out(product, x, weight, bias);
     }
-    check_launch(row_norm_residual(
-        dtype, product.data_ptr(), aligned(y).data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
+    check_launch(finish_residual(kernel_dtype(x), product.data_ptr(), aligned(y).data_ptr(), nullptr, out.data_ptr(),
+        nullptr, m, n, float(eps), current_stream()));
     return outputs;
 }
 
-std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& exponents, const at::Tensor& y, double eps, bool tf32,
-    std::array<bool, 4> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, exponents, y, eps, tf32, {});
+Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
+    const at::Tensor& scales, const at::Tensor& y, double eps, bool tf32, std::array<bool, 4> needs) {
+    Tensors results = backward_meta(grad, x, weight, h, scales, y, eps, tf32, {});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0 && n <= 8192, "rows of 8 to 8192 features, in eights");
-    const bool split = exponents.numel() > 0;  // float32. Of 16-bit types G is not split, but stored in g
     const at::Tensor ready_grad = aligned(grad), ready_h = aligned(h), ready_y = aligned(y);
-    const at::Tensor g = split ? at::Tensor() : at::empty_like(ready_h);
-    // Given `to`, finds G in pieces and the bias's gradient; without, y's gradient and, of 16-bit types, all three.
-    const auto find = [&](const GradientPointers* to) {
-        const bool finds_grad_y = to == nullptr && needs[3];
-        const bool finds_g = to != nullptr || !split;
-        if (finds_grad_y) results[3] = at::empty_like(ready_h);
-        void* const grad_y = finds_grad_y ? results[3].data_ptr() : nullptr;
-        const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options().dtype(at::kFloat));
-        const int error =
-            residual_gradients(kernel_dtype(x, tf32), ready_grad.data_ptr(), ready_h.data_ptr(), ready_y.data_ptr(),
-                grad_y, floats(partials), m, n, float(eps), to, split ? nullptr : g.data_ptr(), current_stream());
-        if (finds_g && needs[2]) {
-            results[2] = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(x.options());
-        }
-        return error;
+    const auto make_grad_y = [&] {
+        if (needs[3]) results[3] = at::empty_like(ready_h);
+        return needs[3] ? results[3].data_ptr() : nullptr;
     };
-    if (split) {
-        make_dx_and_dw(x, weight, exponents, tf32, needs[0], needs[1], results, find);
-        if (needs[3]) check_launch(find(nullptr));  // last, when the products' memory is free: see row_gradients
+    if (x.scalar_type() != at::kFloat) {
+        const at::Tensor g = at::empty_like(ready_h);
+        check_launch(finish_residual(kernel_dtype(x), ready_h.data_ptr(), ready_y.data_ptr(), ready_grad.data_ptr(),
+            g.data_ptr(), make_grad_y(), m, n, float(eps), current_stream()));
+        if (needs[2]) results[2] = g.sum(at::IntArrayRef{0});
+        if (needs[0]) results[0] = g.mm(weight);
+        if (needs[1]) results[1] = g.t().mm(x);
         return results;
     }
-    check_launch(find(nullptr));
-    if (needs[0]) results[0] = g.mm(weight);
-    if (needs[1]) results[1] = g.t().mm(x);
+    const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options());
+    const auto launch = [&](float* grad_y, const GradientPointers* to) {
+        return residual_gradients(tf32, floats(ready_grad), floats(ready_h), floats(ready_y), grad_y, floats(partials),
+            m, n, float(eps), to, current_stream());
+    };
+    const auto find_g = [&](const GradientPointers* to) {
+        const int error = launch(nullptr, to);
+        if (needs[2]) results[2] = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(at::kFloat);
+        return error;
+    };
+    make_dx_and_dw(x, weight, scales, tf32, needs[0], needs[1], results, find_g);
+    // Last, when the products' memory is free: see row_gradients.
+    if (needs[3]) check_launch(launch(static_cast<float*>(make_grad_y()), nullptr));
     return results;
 }
 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded)"
-          " -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor exponents, Tensor y, float eps, "
+    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded) -> Tensor[]");
+    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, "
           "bool tf32, bool[4] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1572,23 +1572,23 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
-def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
+_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-    A FakeTensor is what torch.export, not strict, runs a module with.
-    """
-    tensors = (x, *others)
-    if not all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
-        return False
+
+def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether these are ordinary tensors of one Hopper GPU and one of the dtypes, with no autocast or transform."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return False
-    if not (x.is_cpu or x.is_cuda and torch.version.cuda):
+    if type(x) not in _TYPES or not x.is_cuda or x.device.index not in _HOPPERS or x.dtype not in _DTYPES:
         return False
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    return all(t.layout is torch.strided and t.dtype is x.dtype and t.device == x.device for t in tensors)
+    device, dtype = x.device, x.dtype
+    for t in (x, *others):  # a loop, as all() takes the host a microsecond more
+        if type(t) not in _TYPES or t.layout is not torch.strided or t.dtype is not dtype or t.device != device:
+            return False
+    return True
 
 
 def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
@@ -1654,38 +1654,34 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
     return h * y
 
 
-def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
+def _fits(tensors: tuple) -> bool:
+    """Whether the operator may stand for the Model's lines. `tensors` are the operator's."""
+    if not _are_plain(*tensors):
         return False
-    weight, bias = linear.weight, linear.bias
-    if not _are_plain(x, weight, bias, y):
-        return False
+    x, weight, bias, y = tensors
     if x.dim() != 2 or weight.dim() != 2:
         return False
-    if not x.is_cuda or x.device.index not in _HOPPERS:
+    (m, k), (n, columns) = x.shape, weight.shape
+    if k != columns or bias.shape != (n,) or y.shape != (m, n) or n % 8 != 0:
         return False
-    m, n = x.shape[0], weight.shape[0]
-    if x.shape[1] != weight.shape[1] or bias.shape != (n,) or y.shape != (m, n) or n % 8 != 0:
+    if n > 8192 and _is_recorded(*tensors):
         return False
-    if _is_recorded(x, weight, bias, y) and n > 8192:
-        return False
-    return _product_fits(m, n, x.shape[1], x.element_size())
+    return _product_fits(m, n, k, x.element_size())
 
 
 class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Saves its inputs, h and exponents. With create_graph all derivatives are ATen's."""
+    """The whole network. Saves its inputs, h and the scales. With create_graph all derivatives are ATen's."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, y, eps, tf32):
-        out, h, exponents = _OPERATORS.forward.default(x, weight, bias, y, eps, tf32, True)
+        out, h, scales = _OPERATORS.forward.default(x, weight, bias, y, eps, tf32, True)
         ctx.eps, ctx.tf32 = eps, tf32
-        ctx.save_for_backward(x, weight, bias, y, h, exponents)
+        ctx.save_for_backward(x, weight, bias, y, h, scales)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, bias, y, h, exponents = ctx.saved_tensors
+        x, weight, bias, y, h, scales = ctx.saved_tensors
         needs = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
             # Views, as y may be made of x, and x's gradient is to omit what goes through y.
@@ -1695,7 +1691,7 @@ class LinearRowNormResidual(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
         backward = _OPERATORS.backward.default
-        found = backward(grad, x, weight, h, exponents, y, ctx.eps, ctx.tf32, needs)
+        found = backward(grad, x, weight, h, scales, y, ctx.eps, ctx.tf32, needs)
         found = [gradient if need else None for gradient, need in zip(found, needs)]
         return *found, None, None
 
@@ -1721,9 +1717,12 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         linear, norm = self.bmm, self.instance_norm
-        if not _fits(linear, norm, x, y):
+        tensors = None
+        if _is_plain(linear, nn.Linear) and _is_ordinary(norm):
+            tensors = (x, linear.weight, linear.bias, y)
+        if tensors is None or not _fits(tensors):
             return _finish_plainly(norm, linear(x), y)
-        tensors, others = (x, linear.weight, linear.bias, y), (norm.eps, _allows_tf32())
+        others = (norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
             return LinearRowNormResidual.apply(*tensors, *others)
         return _OPERATORS.forward.default(*tensors, *others, False)[0]

@@ -241,7 +241,6 @@ template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kLineK = Scheme::kLineK;
     Pack<__half, COUNT> hi, lo;
-#pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         hi.value[i] = __float2half_rn(v[i]);
         lo.value[i] = __float2half_rn(v[i] - __half2float(hi.value[i]));
@@ -253,7 +252,11 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
 }
 // Of a row of x or W: the inverse of its scale, and its doubt (see Range). The output of a row of x and a row of W is
 // their sum times both inverses. The sum is doubtful if its magnitude is below both rows' doubts together.
-struct RowScale { float unscale, doubt; };
+struct RowScale {
+    float unscale, doubt;
+    // Of the scale. unscale is 2^-exponent.
+    __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(unscale) >> 23); }
+};
 // In the backward an exponent of a scale may be the sum or difference of two, each 126 at most. 2^252 and 2^-252 are no
 // float32 numbers, so such a scale is applied as two factors, of half the exponent each. At 2^-252 every float32 number
 // becomes 0 in fp16.
@@ -265,10 +268,7 @@ struct Operand {
     __half* pieces;
     int64_t rows;
     int k;
-    // Forward: row i is scaled to its own largest value. split_rows writes scales[i] and exponents[i]. Of W it also
-    // writes the smallest exponent.
-    RowScale* scales;
-    int *exponents, *smallest;
+    RowScale* scales;  // Forward: row i is scaled to its own largest value. split_rows writes scales[i].
     // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i], lowered if necessary so
     // that its largest value stays below 2^15.
     const int *base, *offsets;
@@ -325,7 +325,6 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
         for (int i = 0; i < kSplitQuads; ++i) {
             const int at = first + lane + i * group;
             float v[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
-#pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * half_scale * other_half;
                 coarse += fabsf(scaled) < Scheme::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
@@ -344,8 +343,6 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     // No finite value but 0: the row's sums are 0 or not finite.
     if (largest == 0) result.doubt = -INFINITY;
     operand.scales[row] = result;
-    operand.exponents[row] = exponent;
-    if (operand.smallest != nullptr) note_exponent(operand.smallest, exponent);
 }
 
 // Starts a copy by TMA: the box at (x, y, z) of the map's tensor, to shared memory. `bar` counts its bytes.
@@ -427,7 +424,6 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
             Stage<Scheme>& stage = shared.stages[ring.place];
             mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
             mbarrier_expect(&shared.full[ring.place], sizeof(stage));
-#pragma unroll
             for (int row = 0; row < Scheme::kTileRows; row += 128) {
                 load(MN_MAJOR_A, stage.a + row * 128, map_a, line, corner.row + row);
             }
@@ -504,18 +500,16 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
 //     octet 2     4    5    6    7   [0]   1   [2]   3      place_of 4
 //     octet 3     5    4    7    6    1   [0]   3   [2]     place_of 5       [ ] are loaded at once: all places differ
 //
-// Packs of 8 bytes, of 16-bit sums, are in the same banks at the same place modulo 16, and two rows are loaded at once,
-// whose pack numbers differ by 4. So there the second bit of j flips bit 3 of the place, not bit 2.
+// A pack of 16-bit sums has 8 bytes, and there a lane wants eight neighbouring columns, octet e. It loads 16 bytes, two
+// packs, at once, and the lanes of a row load the same two of all octets. place_of(j) is 2 j, so the places differ.
 template <typename S> __device__ __forceinline__ int place_of(int j) {
-    constexpr int kShift = sizeof(S) == 4 ? 1 : 2;
-    return (j & 1) | (j & 2) << kShift;
+    return sizeof(S) == 4 ? (j & 1) | (j & 2) << 1 : j << 1;
 }
 // Stores a warp's 16 x 64 sums to a slot, as drawn above.
 template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to, const float* sum) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         Pack<S, 4> four;
-#pragma unroll
         for (int i = 0; i < 4; ++i) four.value[i] = from_float<S>(sum[4 * j + i]);
         to[j * 32 + (threadIdx.x % 32 ^ place_of<S>(j))] = four;
     }
@@ -528,25 +522,29 @@ template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to,
 //     ...
 //     row 4        lane 0    lane 1   ...                                                 v[1][0-3] and v[1][4-7]
 //
-// So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. A
+// So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. Of
+// 16-bit sums its columns are 8 e to 8 e + 7, so that it stores 16 bytes, and the lanes of a row 128, in either case. A
 // pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
+template <typename S> constexpr int kNeighbours = 16 / sizeof(S);  // columns of a row that a lane has side by side
 template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
     const int row = threadIdx.x % 32 / 8;
+    constexpr int kPacks = 4 / sizeof(S);  // in 16 bytes, which are loaded at once
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int next_pair = i & 1;  // 1: two columns further on
-        const int next_half = i / 2 & 1;  // 1: 32 columns further on
-        const int next_rows = i / 4;  // 1: four rows further on
-        const int j = next_half * 4 + e / 2;  // the octet
-        const int number = (row + next_rows * 4) * 4 + e % 2 * 2 + next_pair;
-        const Pack<S, 4> four = from[j * 32 + (number ^ place_of<S>(e / 2))];
-        const int r = next_rows;
-        const int c = next_half * 4 + next_pair * 2;
-        v[r][c] = to_float(four.value[0]);
-        v[r][c + 1] = to_float(four.value[1]);
-        v[r + 2][c] = to_float(four.value[2]);
-        v[r + 2][c + 1] = to_float(four.value[3]);
+    for (int i = 0; i < 8; i += kPacks) {
+        const int r = i / 4;
+        const int pair = i % 4;  // of the thread's columns
+        const int j = sizeof(S) == 4 ? pair / 2 * 4 + e / 2 : e;  // the octet
+        const int t = sizeof(S) == 4 ? e % 2 * 2 + pair % 2 : pair;
+        const int number = (row + r * 4) * 4 + t;
+        const auto packs = reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[j * 32 + (number ^ place_of<S>(j))]);
+        for (int p = 0; p < kPacks; ++p) {
+            const int c = 2 * (pair + p);
+            v[r][c] = to_float(packs.value[p].value[0]);
+            v[r][c + 1] = to_float(packs.value[p].value[1]);
+            v[r + 2][c] = to_float(packs.value[p].value[2]);
+            v[r + 2][c + 1] = to_float(packs.value[p].value[3]);
+        }
     }
 }
 
@@ -648,7 +646,6 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
             else barrier_arrive(1 + ring.phase, 256);
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sums, more);
-#pragma unroll
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
             const float* const from = s < 2 ? sums : more;
             mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
@@ -659,6 +656,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 }
 template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
+    constexpr int kStep = kNeighbours<typename Scheme::SlotValue>;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     Ring<Scheme::kSlots> slot;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
@@ -668,7 +666,7 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
             const int consumer = s % 2, right = s / 2 % 2, block = s / 4;  // what the slot holds: see the top
             const int row = corner.row + consumer * (Scheme::kTileRows / 2) + block * 64 + warp * 16;  // of this warp
             const int column = corner.column + right * 64;
-            const Corner thread_corner = {row + lane / 8, column + lane % 8 * 4};
+            const Corner thread_corner = {row + lane / 8, column + lane % 8 * kStep};
             const auto scales = epilogue.load(thread_corner);  // before the wait, so that the loads run meanwhile
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
@@ -712,32 +710,26 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
 #endif
 }
-// Stores a thread's 4 x 8 values of a slot (see load_sums); n is a multiple of 4. With STREAMING, what is stored leaves
-// L2 first, so that the operands stay there.
-template <bool STREAMING, typename T>
+// Stores a thread's 4 x 8 values of a slot (see load_sums). n is a multiple of 16 bytes.
+template <typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
-    using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+    constexpr int V = kNeighbours<T>;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int r = i / 2, half = i % 2;
+    for (int i = 0; i < 32; i += V) {
+        const int r = i / 8, half = i % 8 / V;
         const int row = corner.row + r * 4, column = corner.column + half * 32;
         if (row >= m || column >= n) continue;
-        Pack<T, 4> four;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four.value[j] = from_float<T>(v[r][half * 4 + j]);
-        Words* to = reinterpret_cast<Words*>(out + int64_t(row) * n + column);
-        if (STREAMING) __stcs(to, reinterpret_cast<const Words&>(four));
-        else *to = reinterpret_cast<const Words&>(four);
+        Pack<T, V> pack;
+        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[r][half * V + j]);
+        *reinterpret_cast<Pack<T, V>*>(out + int64_t(row) * n + column) = pack;
     }
 }
-// Loads what a thread needs of a vector of n columns: four values from `column` on, and four from 32 columns further
-// on.
+// Loads a vector's values for a thread's eight columns (see load_sums), of which `column` is the first.
 template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-        const auto four = *reinterpret_cast<const Pack<T, 4>*>(vector + min(column + i * 8, n - 4));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) to[i + j] = to_float(four.value[j]);
+    constexpr int V = kNeighbours<T>;
+    for (int i = 0; i < 8; i += V) {
+        const auto pack = *reinterpret_cast<const Pack<T, V>*>(vector + min(column + i * 8, n - V));
+        for (int j = 0; j < V; ++j) to[i + j] = to_float(pack.value[j]);
     }
 }
 // The first part of each epilogue of h = x W^T + bias: it makes h of the sums. x, W and h are of type T.
@@ -747,7 +739,6 @@ template <typename T> struct LinearProduct {
     T* out;
     int m, n, k;
     RowScale* scales;  // of W's n rows, then of x's m
-    int* exponents;  // of W's n rows, then of x's m, for the backward; then the smallest of W's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
@@ -758,9 +749,7 @@ template <typename T> struct LinearProduct {
         const RowScale* const rows = columns + n;
         load_eight(bias, corner.column, n, scales.bias);
         if constexpr (kScaled) {
-#pragma unroll
             for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
-#pragma unroll
             for (int i = 0; i < 8; i += 4) {
                 const auto* from = reinterpret_cast<const float4*>(columns + min(corner.column + i * 8, n - 4));
                 *reinterpret_cast<float4*>(&scales.columns[i]) = from[0];
@@ -774,18 +763,29 @@ template <typename T> struct LinearProduct {
         if constexpr (kScaled) {
             unscale_floats(v, corner, scales);
         } else {
-#pragma unroll
             for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += scales.bias[i % 8];
         }
     }
     __device__ __forceinline__ void unscale_floats(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unsigned doubtful = 0;  // bit 8 r + i: the sum v[r][i] is
+        float least = INFINITY, row_doubt = -INFINITY, column_doubt = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            float& value = v[i / 8][i % 8];
-            const RowScale &row = scales.rows[i / 8], &column = scales.columns[i % 8];
-            if (fabsf(value) < row.doubt + column.doubt) doubtful |= 1u << i;
-            value = fmaf(value * row.unscale, column.unscale, scales.bias[i % 8]);
+            least = fminf(least, fabsf(v[i / 8][i % 8]));
+            row_doubt = fmaxf(row_doubt, scales.rows[i / 8].doubt);
+            column_doubt = fmaxf(column_doubt, scales.columns[i % 8].doubt);
+        }
+        if (least < row_doubt + column_doubt) {  // seldom; so the test of each sum is left out
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                const float doubt = scales.rows[i / 8].doubt + scales.columns[i % 8].doubt;
+                if (fabsf(v[i / 8][i % 8]) < doubt) doubtful |= 1u << i;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float scaled = v[i / 8][i % 8] * scales.rows[i / 8].unscale;
+            v[i / 8][i % 8] = fmaf(scaled, scales.columns[i % 8].unscale, scales.bias[i % 8]);
         }
         // The warp computes the doubtful sums of its lanes again, one at a time.
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
@@ -920,13 +920,10 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
         const Matrix w = {epilogue.weight, n, k, k};
         return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
     } else {
-        int* const exponents = epilogue.exponents;
-        int* const smallest = exponents + n + m;
         __half* const pieces_w = pieces + m * padded_k<Scheme>(k) * Scheme::kPieces;
-        const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n, exponents + n, nullptr};
-        const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
-        cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
-        if (error == cudaSuccess) error = launch_split<Scheme>(x, w, stream);
+        const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n};
+        const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales};
+        const cudaError_t error = launch_split<Scheme>(x, w, stream);
         if (error != cudaSuccess) return error;
         const Matrix a = matrix_of_pieces<Scheme>(pieces, m, k);
         const Matrix b = matrix_of_pieces<Scheme>(pieces_w, n, k);
@@ -965,16 +962,22 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
-    const int* forward;  // the forward's exponents: of W's n rows, of x's m rows, then the smallest of W's
+    const RowScale* forward;  // the forward's: of W's n rows, then of x's m rows
     int *columns, *rows;  // b_j and a_i
-    int* smallest;  // of a_i + the forward's exponent of x's row i, where G's row is not 0 (see note_exponent)
+    // Two words of note_exponent: for the exponents of W's rows; for a_i + the exponent of x's row i, where G's row is
+    // not 0.
+    int *smallest_w, *smallest_x;
 };
+// One block finds the smallest exponent of W's rows.
+__global__ void find_smallest(const SplitGradient to, int64_t n) {
+    for (int64_t j = threadIdx.x; j < n; j += blockDim.x) note_exponent(to.smallest_w, to.forward[j].exponent());
+}
 // Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
     // How many powers of two the largest value of W's row j is below the largest of all W, beyond kSpareBits.
-    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits;
+    const int below = to.forward[j].exponent() - smallest_of(to.smallest_w) - kSpareBits;
     const int b = -min(max(below, 0), kSpareBits);
     if (blockIdx.y == 0) to.columns[j] = b;
     for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
@@ -994,7 +997,6 @@ struct StoreGradient {
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
-#pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int exponent = -smallest_of(base) - offsets[min(corner.row + 4 * r, m - 1)];
             scales.half_scale[r] = power_of_two(exponent / 2);
@@ -1003,12 +1005,11 @@ struct StoreGradient {
         return scales;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-#pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
             value = value * scales.half_scale[i / 8] * scales.other_half[i / 8];
         }
-        store_values<true>(out, v, corner, m, n);
+        store_values(out, v, corner, m, n);
     }
 };
 
@@ -1017,7 +1018,7 @@ template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const
     float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& grad, cudaStream_t stream) {
     const int64_t length = of_weight ? m : n;
     Operand split = {other, pieces, length, int(k)};
-    split.base = of_weight ? grad.smallest : grad.forward + n + m;
+    split.base = of_weight ? grad.smallest_x : grad.smallest_w;
     split.offsets = of_weight ? grad.rows : grad.columns;
     const cudaError_t error = launch_split<Scheme>(split, {}, stream);
     if (error != cudaSuccess) return error;
@@ -1097,7 +1098,7 @@ template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradi
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
     // The exponents of G's row and of x's row. A row of zeros is to decide nothing.
-    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
+    note_exponent(to.smallest_x, largest > 0 ? exponent + to.forward[n + row].exponent() : kLargestExponent);
 }
 // Blocks of group_gradients where it splits G. Each writes its sums to partials[block][4][n]. A multiprocessor runs 512
 // threads of it, as each takes up to 128 of the 65536 registers.
@@ -1163,36 +1164,38 @@ template <int COUNT> __device__ __forceinline__ void center_group(
     shift = -mean_error * scale;
 }
 // The whole network in the product's epilogue. A slot has one group of 64 rows. Eight lanes have a row of it, and a
-// lane has eight columns of four rows (see load_sums).
+// lane has eight columns of four rows (see load_sums). Its vectors are loaded before it waits for the sums.
 template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
     T* h;  // null if it is not wanted
     const T *extra_bias, *gamma, *beta;
     float eps;
-    using Scales = typename LinearProduct<T>::Scales;
+    struct Scales : LinearProduct<T>::Scales { alignas(16) float plus[8], gamma[8], beta[8]; };
+    __device__ __forceinline__ Scales load(const Corner& corner) const {
+        Scales scales = {LinearProduct<T>::load(corner)};
+        load_eight(extra_bias, corner.column, this->n, scales.plus);
+        load_eight(gamma, corner.column, this->n, scales.gamma);
+        load_eight(beta, corner.column, this->n, scales.beta);
+        return scales;
+    }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         const int m = this->m, n = this->n;
         this->unscale(v, corner, scales);
-        if (h != nullptr) store_values<true>(h, v, corner, m, n);
-        float plus[8];
-        load_eight(extra_bias, corner.column, n, plus);
+        if (h != nullptr) store_values(h, v, corner, m, n);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
-            value = forward_activation<T>(value) + plus[i % 8];
+            value = forward_activation<T>(value) + scales.plus[i % 8];
         }
         float scale[4], shift[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) center_group(v[r], kGroup / 8, eps, scale[r], shift[r]);
-        float gammas[8], betas[8];
-        load_eight(gamma, corner.column, n, gammas);
-        load_eight(beta, corner.column, n, betas);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
             const float z = fmaf(value, scale[i / 8], shift[i / 8]);
-            value = fmaf(z, gammas[i % 8], betas[i % 8]);
+            value = fmaf(z, scales.gamma[i % 8], scales.beta[i % 8]);
         }
-        store_values<true>(this->out, v, corner, m, n);
+        store_values(this->out, v, corner, m, n);
     }
 };
 // Starts a copy from device memory to shared memory by the TMA unit, of a multiple of 16 bytes. `bar` counts the bytes.
@@ -1223,7 +1226,7 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
 // The backward's launches are
 //
 //     float32        group_gradients    stores G as pieces to `to`, and each block's part of the four sums to partials
-//                    scale_columns      finds b_j and scales G's columns by 2^b_j
+//                    find_smallest and scale_columns    find b_j and scale G's columns by 2^b_j
 //                    split_rows, then multiply    for dX, with W
 //                    split_rows, then multiply    for dW, with x
 //     16-bit types   group_gradients    (Scheme is void) stores G as it is to `whole`, and the four sums
@@ -1319,7 +1322,6 @@ struct SwishPointers {
     const void *x, *weight, *linear_bias, *bias, *gamma, *beta;
     void *out, *h;
     RowScale* scales;
-    int* exponents;
     __half* pieces;
 };
 template <class Scheme, typename T> static cudaError_t launch_swish(
@@ -1327,8 +1329,7 @@ template <class Scheme, typename T> static cudaError_t launch_swish(
     const auto as = [](const void* pointer) { return static_cast<const T*>(pointer); };
     T* const out = static_cast<T*>(p.out);
     T* const h = static_cast<T*>(p.h);
-    const LinearProduct<T> product = {
-        as(p.x), as(p.weight), as(p.linear_bias), out, int(m), int(n), int(k), p.scales, p.exponents};
+    const LinearProduct<T> product = {as(p.x), as(p.weight), as(p.linear_bias), out, int(m), int(n), int(k), p.scales};
     const StoreSwishGroupNorm<T> epilogue = {product, h, as(p.bias), as(p.gamma), as(p.beta), eps};
     return launch_linear<Scheme>(epilogue, p.pieces, stream);
 }
@@ -1369,8 +1370,8 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
     kernel<<<unsigned(blocks), threads, shared, stream>>>(
         as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n), eps, pieces, static_cast<T*>(whole));
     if constexpr (kStoresPieces) {
-        const dim3 column_blocks(unsigned(divide_up(n, 256)), 64);
-        scale_columns<Scheme><<<column_blocks, 256, 0, stream>>>(*to, m, n);
+        find_smallest<<<1, 1024, 0, stream>>>(*to, n);
+        scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n);
     }
     return cudaGetLastError();
 }
@@ -1402,10 +1403,10 @@ CPP_SOURCE = r"""
 namespace {
 
 constexpr int64_t kGroup = 64;  // features of a group, as in the kernels
-using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`:
-// h = x weight^T + linear_bias and, of float32, exponents (as in LinearProduct).
-Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
+using Tensors = std::vector<at::Tensor>;
+// x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`,
+// h = x weight^T + linear_bias and scales (as in LinearProduct; of 16-bit types without elements).
+Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool,
     bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
@@ -1416,17 +1417,15 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
-    const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
-    const bool has_exponents = recorded && x.scalar_type() == at::kFloat;
-    const c10::SymInt exponents = has_exponents ? n + m + 1 : 0;
-    return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
+    if (!recorded) return {out};
+    const c10::SymInt scaled = x.scalar_type() == at::kFloat ? n + m : 0;
+    return {out, at::empty_like(out), at::empty_symint({scaled, 2}, x.options())};
 }
 // The gradients of x, weight, linear_bias, bias, gamma and beta. One that is not needed comes back without elements.
-std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double, bool,
-    std::array<bool, 6> needs) {
+Tensors backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
+    const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double, bool, std::array<bool, 6> needs) {
     for (const at::Tensor& t : {grad, weight, h, bias, gamma}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "dtype");
-    std::vector<at::Tensor> results;
+    Tensors results;
     for (int i = 0; i < 6; ++i) {
         c10::SymIntArrayRef size = bias.sym_sizes();
         if (i == 0) size = x.sym_sizes();
@@ -1439,8 +1438,8 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 // ---- The product in C++: the same text in both linear files. ----
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
-    const int* forward;
-    int *columns, *rows, *smallest;
+    const void* forward;
+    int *columns, *rows, *smallest_w, *smallest_x;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
@@ -1460,16 +1459,15 @@ cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // Of float32: dX to results[0] and dW to results[1], where wanted. split_gradient(to) finds G and stores it as pieces.
 // The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
-void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32,
-    bool wants_dx, bool wants_dw, std::vector<at::Tensor>& results,
-    c10::function_ref<int(const GradientPointers*)> split_gradient) {
+void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
+    bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
+    TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && scales.size(0) == n + m, "h is not of this product");
     const at::Tensor g = empty_pieces(m, n, tf32, x);
-    const at::Tensor offsets = at::zeros({n + m + 1}, exponents.options());
+    const at::Tensor offsets = at::zeros({n + m + 2}, x.options().dtype(at::kInt));
     int* const columns = offsets.data_ptr<int>();
     int* const rows = columns + n;
-    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
+    const GradientPointers grad = {g.data_ptr(), scales.data_ptr(), columns, rows, rows + m, rows + m + 1};
     check_launch(split_gradient(&grad));
     const auto multiply = [&](bool of_weight, const at::Tensor& other) {
         const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
@@ -1485,9 +1483,7 @@ void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Ten
 
 struct SwishPointers {
     const void *x, *weight, *linear_bias, *bias, *gamma, *beta;
-    void *out, *h, *scales;
-    int* exponents;
-    void* pieces;
+    void *out, *h, *scales, *pieces;
 };
 extern "C" int linear_swish_group_norm(
     int dtype, const SwishPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
@@ -1501,41 +1497,36 @@ int kernel_dtype(const at::Tensor& t, bool tf32) {  // `dtype` of the kernels' l
     return tf32 ? 3 : 0;
 }
 
-Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
+Tensors forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool tf32,
     bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const c10::cuda::CUDAGuard guard(x.device());
     TORCH_CHECK(product_fits(m, n, k, x.element_size()), "a large product on a GPU of compute capability 9");
-    Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
-    auto& [out, h, exponents] = outputs;
-    const bool scaled = x.scalar_type() == at::kFloat;
+    const Tensors outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     const at::Tensor ready[] = {
         aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     SwishPointers p = {ready[0].data_ptr(), ready[1].data_ptr(), ready[2].data_ptr(), ready[3].data_ptr(),
-        ready[4].data_ptr(), ready[5].data_ptr(), out.data_ptr(), recorded ? h.data_ptr() : nullptr};
-    at::Tensor scales, all_exponents, pieces;
-    if (scaled) {
-        scales = at::empty({n + m, 2}, x.options());
-        all_exponents = exponents;
-        if (!recorded) all_exponents = at::empty({n + m + 1}, x.options().dtype(at::kInt));
+        ready[4].data_ptr(), ready[5].data_ptr(), outputs[0].data_ptr(), recorded ? outputs[1].data_ptr() : nullptr};
+    at::Tensor scales, pieces;
+    if (x.scalar_type() == at::kFloat) {
+        scales = recorded ? outputs[2] : at::empty({n + m, 2}, x.options());
         pieces = empty_pieces(m + n, k, tf32, x);
         p.scales = scales.data_ptr();
-        p.exponents = all_exponents.data_ptr<int>();
         p.pieces = pieces.data_ptr();
     }
     check_launch(linear_swish_group_norm(kernel_dtype(x, tf32), &p, m, n, k, float(eps), current_stream()));
     return outputs;
 }
 
-std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& exponents, const at::Tensor& bias, const at::Tensor& gamma, double eps,
-    bool tf32, std::array<bool, 6> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, exponents, bias, gamma, eps, tf32, {});
+Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
+    const at::Tensor& scales, const at::Tensor& bias, const at::Tensor& gamma, double eps, bool tf32,
+    std::array<bool, 6> needs) {
+    Tensors results = backward_meta(grad, x, weight, h, scales, bias, gamma, eps, tf32, {});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n % kGroup == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
-    const bool split = exponents.numel() > 0;  // float32. Of 16-bit types G is not split, but stored in g
+    const bool split = scales.numel() > 0;  // float32. Of 16-bit types G is not split, but stored in g
     const at::Tensor g = split ? at::Tensor() : at::empty_like(h, at::MemoryFormat::Contiguous);
     // Stores G to `to`, or to g, and the gradients of the four vectors to results.
     const auto find_g = [&](const GradientPointers* to) {
@@ -1554,7 +1545,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         return error;
     };
     if (split) {
-        make_dx_and_dw(x, weight, exponents, tf32, needs[0], needs[1], results, find_g);
+        make_dx_and_dw(x, weight, scales, tf32, needs[0], needs[1], results, find_g);
         return results;
     }
     check_launch(find_g(nullptr));
@@ -1567,8 +1558,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
-          "float eps, bool tf32, bool recorded) -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor exponents, Tensor bias, Tensor gamma, "
+          "float eps, bool tf32, bool recorded) -> Tensor[]");
+    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor bias, Tensor gamma, "
           "float eps, bool tf32, bool[6] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1663,23 +1654,23 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
-def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
+_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-    A FakeTensor is what torch.export, not strict, runs a module with.
-    """
-    tensors = (x, *others)
-    if not all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
-        return False
+
+def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether these are ordinary tensors of one Hopper GPU and one of the dtypes, with no autocast or transform."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return False
-    if not (x.is_cpu or x.is_cuda and torch.version.cuda):
+    if type(x) not in _TYPES or not x.is_cuda or x.device.index not in _HOPPERS or x.dtype not in _DTYPES:
         return False
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    return all(t.layout is torch.strided and t.dtype is x.dtype and t.device == x.device for t in tensors)
+    device, dtype = x.device, x.dtype
+    for t in (x, *others):  # a loop, as all() takes the host a microsecond more
+        if type(t) not in _TYPES or t.layout is not torch.strided or t.dtype is not dtype or t.device != device:
+            return False
+    return True
 
 
 def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
@@ -1726,47 +1717,40 @@ def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Te
     return group_norm(h)
 
 
-def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor) -> bool:
-    """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.GroupNorm):
+def _fits(tensors: tuple, groups: int) -> bool:
+    """Whether the operator may stand for the Model's lines. `tensors` are the operator's."""
+    if not _are_plain(*tensors):
         return False
-    if linear.bias is None or norm.weight is None:
+    x, weight, *vectors = tensors
+    if x.dim() != 2 or weight.dim() != 2:
         return False
-    weight = linear.weight
-    vectors = (linear.bias, bias, norm.weight, norm.bias)
-    if not _are_plain(x, weight, *vectors):
+    (m, k), (n, columns) = x.shape, weight.shape
+    if k != columns or n != _GROUP * groups or [v.shape for v in vectors] != [(n,)] * 4:
         return False
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if n > 8192 and _is_recorded(*tensors):
         return False
-    if not x.is_cuda or x.device.index not in _HOPPERS:
-        return False
-    n = weight.shape[0]
-    if any(v.shape != (n,) for v in vectors) or n != _GROUP * norm.num_groups:
-        return False
-    if _is_recorded(x, weight, *vectors) and n > 8192:
-        return False
-    return _product_fits(x.shape[0], n, x.shape[1], x.element_size())
+    return _product_fits(m, n, k, x.element_size())
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network. Saves its inputs, h and exponents. With create_graph all derivatives are ATen's."""
+    """The whole network. Saves its inputs, h and the scales. With create_graph all derivatives are ATen's."""
 
     @staticmethod
     def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
         tensors = (x, weight, linear_bias, bias, gamma, beta)
-        out, h, exponents = _OPERATORS.forward.default(*tensors, groups, eps, tf32, True)
+        out, h, scales = _OPERATORS.forward.default(*tensors, groups, eps, tf32, True)
         ctx.groups, ctx.eps, ctx.tf32 = groups, eps, tf32
-        ctx.save_for_backward(*tensors, h, exponents)
+        ctx.save_for_backward(*tensors, h, scales)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        *tensors, h, exponents = ctx.saved_tensors
+        *tensors, h, scales = ctx.saved_tensors
         x, weight, linear_bias, bias, gamma, beta = tensors
         needs = ctx.needs_input_grad[:6]
         if not torch.is_grad_enabled():
             backward = _OPERATORS.backward.default
-            found = backward(grad, x, weight, h, exponents, bias, gamma, ctx.eps, ctx.tf32, needs)
+            found = backward(grad, x, weight, h, scales, bias, gamma, ctx.eps, ctx.tf32, needs)
         else:  # the gradients are to be differentiated in turn
             # Views, as one of the tensors may be made of another: its gradient is to omit what goes through that.
             tensors = [t.view_as(t) for t in tensors]
@@ -1805,9 +1789,11 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
-        if not _fits(linear, norm, x, bias):
+        tensors = None
+        if _is_plain(linear, nn.Linear) and _is_plain(norm, nn.GroupNorm):
+            tensors = (x, linear.weight, linear.bias, bias, norm.weight, norm.bias)
+        if tensors is None or not _fits(tensors, norm.num_groups):
             return _finish_plainly(bias, norm, linear(x))
-        tensors = (x, linear.weight, linear.bias, bias, norm.weight, norm.bias)
         others = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
             return LinearSwishGroupNorm.apply(*tensors, *others)
