@@ -136,7 +136,7 @@ def test_zeros_stay_zeros_and_a_batch_without_effect_is_noted(judge):
 def test_half_a_message_is_no_hang(judge):
     half = "[os.write(f, b'\\0\\0\\x10\\0{') for f in range(3, 64) if os.path.exists(f'/proc/self/fd/{f}')"
     half = half + " and 'socket' in os.readlink(f'/proc/self/fd/{f}')]"
-    (run,) = judge("import os\n" + plain_after(half), timeout=5.0)
+    (run,) = judge("import os\n" + plain_after(half), timeout=2.0)
     assert not run.ok and "wrote something of its own into the pipe" in run.reasons[0], run
 
 
