@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
 //
 // So the blocks that share a slice have a round's time, or two with 4 buffers, from their sums to the output: it does
 // no harm if some are late. And copies and stores mix evenly. An earlier version kept each piece in registers, summed
-// it, waited and wrote it before it took the next. This one takes 0.84 of its time, and backward 0.88.
+// it, waited and wrote it before it took the next. This one takes 0.84 of its time, and 0.80 to 0.83 backward (H200).
 //
 // No block waits forever. All blocks are resident (a cooperative launch). A slice has no more parts than there are
 // blocks, so a block has at most one part of it, and it takes its pieces in ascending order. Now take the first slice
