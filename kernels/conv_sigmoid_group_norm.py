@@ -24,9 +24,9 @@ has 4 input channels or more. ATen computes from dh what remains of these two. A
 bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By
-`python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` an H200 takes 1.18 ms forward in
-float32, 5.0 times as fast as eager and 2.85 times as fast as torch.compile; 0.79 ms in bfloat16, 6.8 and 3.5 times;
-forward and backward, with x's gradient, 5.4 ms in float32 and 3.4 ms in bfloat16, 3.4 and 3.7 times as fast as eager.
+`python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` an H200 takes 1.19 ms forward in
+float32, 5.0 times as fast as eager and 2.84 times as fast as torch.compile; 0.79 ms in bfloat16, 6.8 and 3.5 times;
+forward and backward, with x's gradient, 5.25 ms in float32 and 3.27 ms in bfloat16, 3.5 and 3.9 times as fast as eager.
 Compiled for compute capability 8.0, the code takes as long on the H200. W's gradient takes 0.63 ms of the backward in
 float32; its products alone, as many as the forward's, would take 0.2 ms.
 """
