@@ -482,7 +482,9 @@ def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
     """Raises Rejected where an answer is wrong: the form of its values (of a number also the value), or its tensors."""
     if len(forms) != len(answer.forms):
-        reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}"])
+        gradients = request.direction == "forward_backward" and len(forms) < len(answer.forms)
+        which = ", gradients counted: its output may have none" * gradients
+        reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}{which}"])
     inspect_forms(case, request, answer, forms)
     pairs = ((name, eager, new.to(eager.device)) for (name, eager), new in zip(answer.tensors().items(), given))
     if RANDOM in answer.did:

@@ -39,7 +39,7 @@ def discover(root: Path) -> dict[str, Pair]:
     names = {path: path.relative_to(root / "kernels").with_suffix("") for path in (root / "kernels").rglob("*.py")}
     pairs = [Pair(name.as_posix(), root / "models" / path.name, path) for path, name in names.items()]
     found = {pair.name: pair for pair in pairs if pair.model_path.exists()}
-    return dict(sorted(found.items(), key=lambda item: (Path(item[0]).name, item[0])))  # the files of a Model together
+    return dict(sorted(found.items(), key=lambda item: (Path(item[0]).name, len(item[0]))))  # a Model's together
 
 
 def load(path: Path, text: str | None = None) -> ModuleType:
