@@ -4,25 +4,27 @@
     y = (x - mean) * rstd,    rstd = 1 / sqrt(var + eps)
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
-over each slice of H x W values; var is biased. The kernels take float32, float16 and bfloat16 on a GPU of compute
-capability 7.5 or more, which `fits` does not check, and on a CPU float32 without gradients. The norm must have no hooks
-(see `fits`). Everything else is left to PyTorch's instance_norm.
+over each slice: the H x W values of one sample and channel. var is the biased variance. On a GPU of compute capability
+7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16, on a CPU only float32 without
+gradients. For everything else, and for a norm with hooks (see `fits`), PyTorch's instance_norm is called.
 
-A slice's statistics must be complete before its first output can be written, so every value is used twice. So that DRAM
-is read once, the slice is kept on the chip from the first use to the second; the backward keeps the slice of g, too.
-Where, depends on its size:
+Mean and variance depend on every value of a slice, so no output can be written before the whole slice has been read:
+every value is used twice. To read it from DRAM only once, the kernels keep the slice on the chip between the two uses.
+The backward keeps the slice of g, too. Where, depends on the size of the slice of x (in brackets: in the backward):
 
-    up to 64 KiB of x (backward 32)        in registers of a group of 1 to 512 threads
-    up to 6.9 MiB (4.6) on an H200         in shared memory of several blocks, which wait for each other's sums
-                                           (benchmark: 1 MiB)
+    up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads
+    up to 6.9 MiB (4.6) on an H200         in the shared memory of several blocks, which wait for each other's sums
+                                           (the benchmark's slices: 1 MiB in float32)
     larger, or where blocks cannot wait    nowhere: the input is read twice, the output written once
 
-6.9 MiB are 132 blocks of 576 threads with 6 packs of 16 bytes each; values of 16 bits have 8 packs. Slices that are no
-multiple of 16 bytes must be a little smaller. Blocks can wait if all of them are resident at once.
+6.9 MiB are 132 blocks, one on each SM, of 576 threads with 6 packs of 16 bytes each. In float16 and bfloat16 they have
+8 (9.2 MiB); in the backward 4 of x and 4 of g. If a slice's bytes are no multiple of 16, it must be a little smaller.
+Blocks can wait for each other only if all of them are resident: on the SMs at the same time.
 
-x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
-harness.py instance_norm --backward`: in bfloat16 forward 1.83 ms, 3.75x eager; with backward 4.99 ms, 3.01x. In float32
-with half of that batch 1.76 ms, 2.35x, which is a copy's time, and 4.71 ms, 1.98x. Compiled for 8.0, as fast there.
+For x of (112, 64, 512, 512) in float32 the forward moves 15.03 GB and computes some 10 FLOPs a value; the backward
+moves 22.5 GB. Measured on an H200 by `python harness.py instance_norm --backward`: in bfloat16 (`--dtype bfloat16`) the
+forward takes 1.83 ms, 3.75x as fast as eager, with backward 4.99 ms, 3.01x; in float32 with half of that batch
+(`--batch 56`) 1.76 ms, 2.35x, a copy's time, and 4.71 ms, 1.98x. Compiled for 8.0 it is as fast there, in float32.
 """
 
 import contextlib
@@ -55,10 +57,11 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. A slice of n values, n
-// not a multiple of V, is RAGGED: it may begin and end within a pack, whose other values belong to neighbouring slices.
-// Threads load such a pack whole, leave the neighbours' values out of the sums, and store only the slice's own values.
-// Slice 1 of slices of 10 float32 values (V = 4), x being its values and . those of its neighbours:
+// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. The packs that a slice
+// touches are its places, counted from 0. If the number n of its values is not a multiple of V, slices are RAGGED: a
+// slice may begin and end within a pack, whose other values belong to neighbouring slices. Threads load such a pack
+// whole, leave the neighbours' values out of the sums, and store only the slice's own values, one at a time.
+// Slice 1 of a tensor with slices of 10 float32 values (V = 4); x stands for its values, . for those of its neighbours:
 //
 //      place            0              1              2
 //      pack      [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
@@ -70,27 +73,27 @@ template <typename T> struct alignas(16) Pack { T value[kPack<T>]; };
 template <typename T> __device__ __forceinline__ float value_of(const Pack<T>& pack, int i) {
     return to_float(pack.value[i]);
 }
-// bfloat16 is the upper half of a float. This takes one instruction a value, to_float 1.5.
+// A bfloat16 is the upper half of a float. So this takes one instruction a value; to_float takes 1.5.
 __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16>& pack, int i) {
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
-// The contents of one place of a slice: a pack of x and, in the backward (OPERANDS = 2), one of g.
+// The contents of one place of a slice: a pack of x and, in the backward (OPERANDS = 2), also a pack of g.
 template <typename T, int OPERANDS> struct Place { Pack<T> of[OPERANDS]; };
 
 template <typename T> struct Task {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
     T* to;             // y, in the backward dx
-    int64_t slices, n;
+    int64_t slices, n;  // n: values in a slice
     double share;  // 1 / n
     float eps;
-    double* workspace;
+    double* workspace;  // in global memory: the sums that blocks publish to each other
     cudaStream_t stream;
 };
 
-// The calling thread copies 16 bytes to shared memory. From compute capability 8.0 on the copy runs while the thread
-// continues. Before 8.0 it is an ordinary load and store. The hint to L2 to evict the lines last, though each is read
-// but once, takes 0.97 of the time without it (H200).
+// The calling thread copies 16 bytes from global memory to shared memory. From compute capability 8.0 on the copy runs
+// while the thread continues; before 8.0 it is an ordinary load and store. L2 is told to evict these lines last:
+// although each is read only once, the time is 0.97 of that without the hint (H200).
 __device__ __forceinline__ void copy_async(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
@@ -104,8 +107,8 @@ __device__ __forceinline__ void copy_async(void* shared, const void* from) {
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// The copies that the thread began since it last called this become a group, which may be empty. Then it waits until
-// all but its last N groups have arrived.
+// The copies that the thread began since it last called this become a group, in the sense of cp.async; a group may be
+// empty. Then the thread waits until all of its groups but the last N have arrived in shared memory.
 template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" : : "n"(N) : "memory");
@@ -121,7 +124,7 @@ template <typename T, int OPERANDS, bool RAGGED> struct Slice {
     int head = 0, places = 0, tail = V;
 
     Slice() = default;
-    // Past the last slice places = 0: the thread loads and stores nothing, but joins every shuffle and barrier.
+    // Past the last slice places is 0: the thread then loads and stores nothing, but joins every shuffle and barrier.
     __device__ Slice(const Task<T>& task, int64_t index) {
         if (index >= task.slices) return;
         const int64_t begin = index * task.n;
@@ -170,8 +173,8 @@ template <typename T, int OPERANDS, bool RAGGED> struct Slice {
     }
 };
 
-// Makes the compiler believe that the packs changed. Otherwise it keeps their values, converted to float, from the sums
-// until the output. That takes more registers than there are, so it spills them.
+// Makes the compiler believe that the packs changed, by empty assembly. Otherwise it would keep their values, converted
+// to float, from the sums until the output. There are too few registers for that, so it would spill them.
 template <typename T, int OPERANDS, int N> __device__ __forceinline__ void hide(Place<T, OPERANDS> (&held)[N]) {
     uint4* const words = reinterpret_cast<uint4*>(held);
 #pragma unroll
@@ -181,12 +184,13 @@ template <typename T, int OPERANDS, int N> __device__ __forceinline__ void hide(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums, and the output. A slice is described by sums of d, d * d and, in the backward, e and d * e, where d = x - a and
-// e = g - b. a and b are floats near x and g, so that subtracting the means later loses little, also of 10000 + noise.
+// Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e, where
+// d = x - a and e = g - b. The floats a and b are near the values of x and g. So d and e are small, and subtracting the
+// means later loses little precision, even where x is 10000 + noise.
 
-// Adds to `sum` d, d * d and, in the backward, e and d * e of the slice's values of a place, which `ours` says; all or
-// none if not RAGGED. It adds them up within the pack first, and then once to the thread's sum, so that fewer roundings
-// follow each other.
+// Adds one place to the thread's sums of d, d * d and, in the backward, e and d * e. If RAGGED, bit i of `ours` says
+// whether value i is the slice's. Otherwise all values are, or none if `ours` is 0. The values of a pack are added to
+// each other first, and then once to `sum`, so that fewer roundings follow each other.
 template <bool RAGGED, typename T, int OPERANDS> __device__ __forceinline__ void add_products(
     float* sum, const Place<T, OPERANDS>& place, unsigned ours, const float (&centre)[OPERANDS]) {
     float some[2 * OPERANDS] = {};
@@ -206,8 +210,8 @@ template <bool RAGGED, typename T, int OPERANDS> __device__ __forceinline__ void
     for (int k = 0; k < 2 * OPERANDS; ++k) sum[k] += RAGGED || ours != 0 ? some[k] : 0;
 }
 
-// What is computed from a slice's sums, and with it each output. A mean is the sum of a float near it, centre[0] of x
-// and centre[1] of g, and a small rest, x_lo and g_lo. Near the mean x - centre[0] is nearly exact.
+// What turns values into outputs, computed from a slice's sums. A mean is kept in two floats: one near it (centre[0]
+// for x, centre[1] for g) and a small remainder (x_lo, g_lo). Near the mean x - centre[0] is nearly exact.
 //     y  = (x - centre[0]) * rstd + rest                                    rest = -x_lo * rstd
 //     dx = ((g - centre[1]) - (x - centre[0]) * slope + rest) * rstd        rest = x_lo * slope - g_lo
 // with slope = rstd^2 * covariance, which the forward does not set.
@@ -240,26 +244,26 @@ template <int OPERANDS> struct Norm {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Slices of up to 4096 places (backward 2048) are held in registers by a group of 1 to 512 threads, a power of two. A
-// thread holds ITEMS places of each of SLICES slices. If slices have up to 16 places, it holds one place of each of two
-// slices, so that enough bytes are in flight however small they are; else four or eight places of one slice.
-// All is computed in float, in two sweeps over the registers. The first gives the mean: the slice's first value plus
-// the mean difference from it. The second gives the sums around that mean; the sum of d, which should be 0, tells what
-// rounding left out of the mean.
+// Small slices, of up to 4096 places (backward 2048), are held in the registers of a group of 1 to 512 threads, a power
+// of two. A thread holds ITEMS places of each of SLICES slices: four or eight places of one slice or, where slices have
+// up to 16 places, one place of each of two slices, so that enough bytes are in flight however small the slices are.
+// After the load all is computed from the registers, in float, in three sweeps. The first adds up the differences from
+// the slice's first value: their mean, added to that value, is the slice's mean. The second gives the sums around this
+// mean. There the sum of d would be 0 but for rounding, so it tells the mean's error. The third stores the output.
 
 constexpr int kMaxGroup = 512;
 
-// Adds up each of COUNT values over `lanes` neighbouring lanes. All of them get the same bits, since in every step two
-// lanes exchange their values, and a + b = b + a.
+// Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All of them get the same bits, since in
+// every step two lanes exchange their values, and a + b = b + a.
 template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int lanes) {
     for (int offset = 1; offset < lanes; offset *= 2) {
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) value[k] += __shfl_xor_sync(~0u, value[k], offset);
     }
 }
-// The same over a group of whole warps, called by all threads of the block. Lane 0 of each warp stores the warp's sums;
-// after the barrier the threads read those of their group's warps, the first of which is `first`. A kernel may call it
-// once for each COUNT, which has its own of_warp: a second call could overwrite what a slow warp still reads.
+// The same over a group of whole warps; all threads of the block call it. Lane 0 of each warp stores the warp's sums;
+// after the barrier every thread adds up those of its group's warps, the first of which is `first`. A kernel may call
+// this once for each COUNT, which has its own of_warp: a second call could overwrite what a slow warp still reads.
 template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int group) {
     __shared__ float of_warp[kMaxGroup / 32][COUNT];
     const int warps = group / 32, first = (threadIdx.x & -group) / 32;
@@ -274,19 +278,20 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
     add_over_lanes(value, warps);
 }
 
-// An SM has room for 3 blocks of 512 threads (40 registers each) forward if slices are tiny, else for 2 (64 registers).
+// The bounds let a thread have 64 of an SM's 65536 registers, so that 1024 threads fit; forward, where slices are tiny
+// (SLICES = 2), they let it have 40, so that 1536 threads fit.
 template <typename T, int OPERANDS, int SLICES, int ITEMS, bool RAGGED>
 __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     norm_in_registers(const Task<T> task, int log_group) {
     constexpr int SUMS = 2 * OPERANDS;
-    // groups: of this block. member: this thread's number in its group, whose SLICES slices are first, first + groups.
+    // groups: how many the block has. member: the thread's number in its group. Its slices: first, first + groups.
     const int group = 1 << log_group, groups = blockDim.x >> log_group, member = threadIdx.x & (group - 1);
     const int64_t first = int64_t(blockIdx.x) * groups * SLICES + (threadIdx.x >> log_group);
     Place<T, OPERANDS> held[SLICES][ITEMS];
     Norm<OPERANDS> norm[SLICES];
-    // Calls use(slice, s, place, p, exists) for each place that exists: place p of this thread's s-th slice. With one
-    // place of a slice of whole packs it calls use also where none exists: without branches the compiler reuses what it
-    // has computed (bfloat16 slices of 8 x 8: 0.93 of the time, backward 0.76).
+    // Calls use(slice, s, place, p, exists) for each place p that the thread holds of its s-th slice. Past the slice's
+    // end it calls use only for slices of whole packs with one place a thread, exists being false: without branches the
+    // compiler reuses what it has computed (bfloat16 slices of 8 x 8: 0.93 of the time, backward 0.76).
     const auto each = [&](const auto& use) {
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
@@ -316,7 +321,7 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
             if (exists) slice.load(task, place.of[o], o, p);
         }
     });
-    float around_first[SLICES * SUMS] = {};  // of which only the sums of d and e are used, so no others are computed
+    float around_first[SLICES * SUMS] = {};  // only the sums of d and e are used: the compiler drops the others
     each([&](const auto& slice, int s, const auto& place, int p, bool exists) {
         add_products<RAGGED>(around_first + s * SUMS, place, exists ? slice.ours(p) : 0, norm[s].centre);
     });
@@ -336,13 +341,13 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     });
 #pragma unroll
     for (int k = 1; k < SLICES * SUMS; k += 2)
-        sum[k] *= share;  // d * d and d * e: if divided by n only after the group adds them, they could overflow
+        sum[k] *= share;  // d * d and d * e are divided by n before the group adds them up: their total could overflow
     add_over_group(sum);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
         const float* const of = sum + s * SUMS;  // d, d * d, e, d * e
-        // The sums of d and e are divided by n only now: a single thread's sum of the smallest floats, divided by n,
-        // would round to 0. A sum that is not finite (a NaN, too) counts as a mean of 0.
+        // The sums of d and e are divided by n only now: had each thread divided its own sum, those of the smallest
+        // floats would have been rounded to 0. If a sum is not finite (a NaN, too), its mean counts as 0.
         const auto mean = [&](int k) { return fabsf(of[k]) < INFINITY ? of[k] * share : 0; };
         const float x_lo = mean(0), g_lo = mean(SUMS - 2);
         norm[s].set(x_lo, g_lo, of[1] - x_lo * x_lo, of[SUMS - 1] - x_lo * g_lo, task.eps);
@@ -354,43 +359,46 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Larger slices are cut into parts, each of which a block keeps in shared memory from its copy until its output.
+// Larger slices are cut into parts. A block copies a part to its shared memory, and keeps it there until it has written
+// the output. The parts of all slices, one after the other, are the pieces. A block takes one in each round:
 //
 //      piece   0   1   2   3   4   5   6   7   8  ...      piece = slice * parts + part; here 3 parts
 //      slice   0   0   0   1   1   1   2   2   2           block b takes pieces b, b + gridDim.x, ...: one in a round
 //
-//      a block's       round 0     1         2         3         4         5
-//      1st piece       arrives   summed     waits    written                            with 3 buffers. A piece arrives
-//      2nd piece                 arrives   summed     waits    written                  where another one is written
-//      3rd piece                           arrives   summed     waits    written        in the same round.
+//      3 buffers       round 0     1         2         3         4         5
+//      1st piece       arrives   summed     waits    written                            A piece arrives in the buffer
+//      2nd piece                 arrives   summed     waits    written                  from which another piece is
+//      3rd piece                           arrives   summed     waits    written        written in the same round.
 //
-// A block's last warp is its clerk, the others are workers. A worker warp owns kItems * 32 places of each piece, a lane
-// every 32nd of them. In a round it passes once over these places. At each place it
-//   1. adds up the piece that is summed;
-//   2. writes the output of the piece that is written;
-//   3. begins to copy the piece that arrives to where the written one was;
-//   4. waits for the copy that it adds up next, and that it began a round before.
-// Meanwhile the clerk waits until all sums of the slice whose part is written in the next round are published, and
-// computes from them what the workers need. A barrier ends the round. Then the clerk adds up the warps' sums, and
-// publishes them in the slice's section of the workspace, which begins on a 128-byte line.
+// A block's last warp is its clerk, the others are workers. Each worker warp has kItems * 32 places of every piece, and
+// each lane every 32nd of them. In a round it goes over these places once. At each place a worker thread
+//   1. reads the piece that is summed from shared memory, and adds its values to the thread's sums;
+//   2. reads the piece that is written from shared memory, and writes its output to global memory;
+//   3. begins to copy the piece that arrives from global memory to where step 2 has read;
+//   4. waits until the next place of the piece that is summed is there: it began that copy a round before.
+// Meanwhile the clerk reads the workspace until it has the sums of all parts of the slice whose piece waits, and is
+// written in the next round. From them it computes a Norm, and stores it in shared memory for the workers. A barrier
+// ends the round. Then the clerk adds up the warps' sums of the piece that was summed, and publishes the totals: it
+// stores them in the slice's section of the workspace, which begins on a 128-byte line.
 //
-// So the blocks that share a slice have a round's time, or two with 4 buffers, from their sums to the output: it does
-// no harm if some are late. And copies and stores mix evenly. An earlier version kept each piece in registers, summed
-// it, waited and wrote it before it took the next. This one takes 0.84 of its time, and 0.80 to 0.83 backward (H200).
+// So between its sums and its output a block has a round of other work (two with 4 buffers), and does no worse if some
+// blocks are late. And copies and stores mix evenly. An earlier version kept a piece in registers, summed it, waited
+// and wrote it before it took the next. This one takes 0.84 of its time, backward 0.80 to 0.83 (H200).
 //
 // No block waits forever. All blocks are resident (a cooperative launch). A slice has no more parts than there are
-// blocks, so a block has at most one part of it, and it takes its pieces in ascending order. Now take the first slice
-// whose sums are not all published. A block that owes it a part has only complete slices before it, for which it need
-// not wait, so it will publish that part.
-// A word of the workspace is its own flag: it is kEmpty until a sum is written there, in one store of 64 bits. So no
-// other memory needs to be ordered with it.
-// Where blocks cannot wait (a slice has too many parts, or the cooperative launch is refused: see launch_many), the
-// kernel is launched twice. The first time it publishes all sums and writes no output. The second time it is as above:
-// it publishes the same bits again, and finds all sums published.
+// blocks, so a block has at most one part of it. A block takes its pieces in ascending order. Now take the first slice
+// whose sums are not all published. Before a block that still owes its part's sums publishes them, it waits only for
+// earlier slices, and their sums are all published. So it will publish its own.
+// The workspace needs no flags and no fences: every word of it is kEmpty until a sum is written there, in one store of
+// 64 bits, so a word that is not kEmpty is the sum.
+// Blocks cannot wait if a slice has more parts than blocks are resident, or if the cooperative launch is refused (see
+// launch_many). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The second
+// one does all that is said above: it publishes the same bits again, and finds all sums published.
 
-// Whatever the number of buffers, a worker has 384 bytes in all of them together.
+// The packs of each operand that a worker thread has in one buffer. In all buffers together it has 24 packs, 384 bytes.
 template <int OPERANDS, int BUFFERS> constexpr int kItems = 24 / OPERANDS / BUFFERS;
-// 18 warps of workers, as many as the 227 KiB of shared memory of an SM of 9.0 and 10.0 have room for, and the clerk.
+// The clerk, and 18 warps of workers. Each of these has 32 * 384 bytes, 12 KiB, of shared memory, of which a block can
+// have 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits set: as a double a NaN, which is never published
 struct Parts {
@@ -398,10 +406,10 @@ struct Parts {
     int count, places, stride;
 };
 
-// A warp sums in float, around its pivot: the median of three of its values, so that a single outlier is not chosen.
-// It then converts its sums, in double, to differences from the anchor, the slice's first value; these are added over
-// all warps and parts, always in one order. The anchor is one of the n values, so the sum of d * d is at most n times
-// that around the mean, and subtracting the mean's part of it loses at most log2(n) of a double's 53 bits.
+// A warp adds up in float, around its pivot: the median of three of its values, so that a single outlier is not chosen.
+// Pivots differ, so it then converts its sums, in double, to sums of differences from the anchor, the slice's first
+// value. These are added over all warps and parts, always in one order. The anchor is one of the n values, so the sum
+// of d * d is at most n times that around the mean: to subtract the mean's part costs at most log2(n) of 53 bits.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
@@ -409,11 +417,11 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
     float pivot[OPERANDS];
     float of[2 * OPERANDS + 1] = {};  // d, d * d, e, d * e, and the number of values
 
-    // place: the lane's first one, of which the values `ours` are the slice's. 0: it has none.
+    // place: the lane's first one. ours: which of its values are the slice's; 0 if the lane has no place.
     __device__ void choose_pivot(const Place<T, OPERANDS>& place, unsigned ours) {
         constexpr int V = kPack<T>;
-        // Lane 1 chooses, if it has a place. For if lane 0's is the slice's first place, it may have but one value of
-        // the slice, an outlier perhaps. If a lane's is the slice's last place, its value 0 is certainly the slice's.
+        // Lane 1 chooses, or lane 0 if lane 1 has no place. Lane 0 may have the slice's first place, with only one
+        // value of the slice, perhaps an outlier. In all other places value 0 is the slice's.
         const int lane = __ballot_sync(~0u, ours != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
@@ -427,7 +435,7 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
         add_products<RAGGED>(of, place, ours, pivot);
         of[2 * OPERANDS] += __popc(ours);
     }
-    // Adds up the lanes' sums. Lane 0 stores them around the anchor.
+    // Adds up the lanes' sums. Lane 0 converts the totals to sums around the anchor, and stores them.
     __device__ void store(double* to, const float (&anchor)[OPERANDS]) {
         add_over_lanes(of, 32);
         if (threadIdx.x % 32 != 0) return;
@@ -444,8 +452,8 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
     }
 };
 
-// A warp adds up `count` published sums of COMPONENTS words each. Lane l returns the total of component l % COMPONENTS.
-// It reads the words again and again until none of them is kEmpty.
+// A warp adds up the published sums of `count` parts, COMPONENTS words each. Lane l returns the total of component l %
+// COMPONENTS. Each lane reads its words again and again until none of them is kEmpty.
 template <int COMPONENTS> __device__ double add_published(const double* from, int count) {
     constexpr int kAtOnce = 8;  // words that a lane reads before it looks at the first
     double total = 0;
@@ -489,7 +497,7 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Norm<OPERANDS> no
     return norm;
 }
 
-// Part `part` of slice `index`; a thread has its places first, first + 32, ... below `end`. No piece: index = -1.
+// Part `part` of slice `index`. A thread has the places first, first + 32, ... below `end`. index is -1: no piece.
 template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Piece {
     int index = -1, part = 0, first = 0, end = 0;
     Slice<T, OPERANDS, RAGGED> slice;
@@ -515,7 +523,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     constexpr int kSums = 2 * OPERANDS, ITEMS = kItems<OPERANDS, BUFFERS>;
     constexpr int kPacks = ITEMS * OPERANDS;  // of a thread, in a buffer
     extern __shared__ uint4 buffers[];  // [warp][buffer][item][operand][lane]: each thread reads what it copied itself
-    // Of both there are two, for even and odd rounds: the clerk may still read one when workers store the next.
+    // There are two of each, for even and odd rounds. While the clerk reads one of_warp, workers may store the next
+    // one; while workers read one of the norms, the clerk stores the next one.
     __shared__ double of_warp[2][kMaxThreads / 32][kSums];
     __shared__ Norm<OPERANDS> norms[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, clerk = blockDim.x / 32 - 1;
@@ -541,7 +550,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         pieces[0] = Piece<T, OPERANDS, RAGGED, ITEMS>(task, parts, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < clerk) {
             const Norm<OPERANDS> norm = norms[(round + 1) % 2];
-            const Pack<T>* const from = buffer(round + BUFFERS - 1);  // the piece before the one that arrives
+            const Pack<T>* const from = buffer(round + BUFFERS - 1);  // the piece that arrived in the last round
             Pack<T>* const to = buffer(round);
             WarpSums<T, OPERANDS, RAGGED> sums;
 #pragma unroll
@@ -563,7 +572,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             }
             sums.store(of_warp[round % 2][warp], summed.anchor);
         } else if (write && waiting.index >= 0) {
-            if (waiting.index != known) {  // where no block waits for another, a block may have more parts of a slice
+            if (waiting.index != known) {  // equal where a block has several parts of a slice, as no block waits
                 const double total = add_published<kSums>(published(waiting.index), parts.count);
                 double sums[kSums];
 #pragma unroll
@@ -604,8 +613,8 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    // One block an SM, of as many worker warps as its shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on 8.6, 5 on
-    // 7.5. 2560: the block's static shared memory, and the 1 KiB that CUDA reserves for it.
+    // One block an SM, with as many worker warps as the SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on
+    // 8.6, 5 on 7.5. 2560 bytes are more than its static shared memory (1256 at most) and CUDA's 1 KiB.
     constexpr int kWarpBytes = 32 * 384, kWarpPlaces = 32 * kItems<OPERANDS, BUFFERS>;
     const int fit = (shared - 2560) / kWarpBytes;
     const int workers = fit < kMaxThreads / 32 - 1 ? fit : kMaxThreads / 32 - 1;
@@ -614,7 +623,7 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
     const int64_t resident = int64_t(blocks) * sms;
     // As few parts as the blocks can hold. If that leaves resident blocks without a part, more parts, but not so many
-    // that a part has less than a warp's places. A part's size is rounded up to 32 places, which are 512 bytes.
+    // that any but the last has less than a warp's places. A part's size is a multiple of 32 places, 512 bytes.
     const int64_t fewest = divide_up(places, workers * kWarpPlaces), most = divide_up(places, kWarpPlaces);
     const int64_t wanted = resident / task.slices < most ? resident / task.slices : most;
     const int64_t part = divide_up(divide_up(places, wanted > fewest ? wanted : fewest), 32) * 32;
@@ -634,8 +643,8 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
             return error;  // otherwise each word is kEmpty now
         if (cudaLaunchCooperativeKernel(kernel, grid, threads, arguments, dynamic, task.stream) == cudaSuccess)
             return cudaSuccess;
-        // In a partition of a GPU (MIG, MPS) fewer blocks are resident than was computed. Clear the error, as any other
-        // one, and do without waiting.
+        // In a partition of a GPU (MIG, MPS) fewer blocks are resident than was computed, and the launch is refused.
+        // Clear its error, whatever it is, and launch twice, without waiting.
         cudaGetLastError();
     }
     write = false;
@@ -650,8 +659,9 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
     const int64_t places = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
     constexpr int items = 8 / OPERANDS;
     if (places > kMaxGroup * items) {
-        // Four buffers are faster in float32 (H200, 1 MiB: 0.98 of the time, backward 0.93), but hold smaller slices.
-        // In 16 bits three are (0.95, 0.88): the workers have more to do for each byte.
+        // Four buffers are smaller ones and hold smaller slices: the backward uses four only up to 131072 places,
+        // 2 MiB. In float32 four are faster (H200, 1 MiB: 0.98 of the time, backward 0.93), in 16 bits three are (0.95,
+        // backward 0.88), as the workers have more to do for each byte.
         constexpr int kBuffers = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
         if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
             if (places <= 131072) return launch_many<T, OPERANDS, RAGGED, 4>(task, places, needs);
@@ -667,8 +677,8 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
 }
 
 // dtype: 0 float32, 1 float16, 2 bfloat16. Writes to y the output or, if grad is not null, the gradient of x. If needs
-// is not null, it only stores there how many bytes of workspace that takes (for small slices it leaves the caller's 0).
-// Returns a cudaError_t.
+// is not null, it computes nothing: it only stores in *needs how many bytes of workspace the call will take. For small
+// slices, which take none, it leaves the 0 that the caller has stored there. Returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* workspace, int64_t* needs, cudaStream_t stream) {
     const auto run = [=](auto zero) {
@@ -717,7 +727,7 @@ struct Norm {
         rstd = float(r);
         rest = float((centre - mean) * r);
     }
-    // `stream`: with stores that bypass the caches. Then y must be 32-byte aligned, and n a multiple of 8.
+    // `stream`: with stores that bypass the caches. For these y must be 32-byte aligned, and n a multiple of 8.
     void write(float* y, const float* x, int64_t n, bool stream) const {
 #ifdef __AVX__
         if (stream) {
@@ -733,8 +743,8 @@ struct Norm {
     }
 };
 
-// While a slice is written, whose x begins at next - n, the next one is read and summed: kStep values (2 KiB) of each
-// in turn, so that memory is read and written at the same time.
+// While one slice is written, the next one, at `next`, is read and summed; the written one's x begins at next - n. It
+// goes in turns of kStep values (2 KiB) of each, so that memory is read and written at the same time.
 constexpr int64_t kStep = 512;
 void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
     Norm norm;
@@ -770,8 +780,8 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const int64_t n = x.size(-1) * x.size(-2);
     const float* const from = input.const_data_ptr<float>();
     float* const to = y.mutable_data_ptr<float>();
-    // For outputs of 8 to 32 MiB streaming takes 0.7 to 0.95 of the time. For larger ones malloc gets new pages, which
-    // the operating system has just zeroed in the cache, and streaming takes 1.25 of the time.
+    // For outputs of 8 to 32 MiB streaming takes 0.7 to 0.95 of the time of ordinary stores. For larger ones malloc
+    // gets new pages, which the operating system has just zeroed in the cache, and streaming takes 1.25 of the time.
     const bool aligned = n % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0;
     const bool stream = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
     at::parallel_for(0, x.numel() / n, 32768 / n + 1,
@@ -828,7 +838,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("forward", c10::DispatchKey::CUDA, [](const at::Tensor& x, double eps) { return run_on_gpu({}, x, eps); });
     m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);
 #endif
-    // Autograd goes through InstanceNorm, below. These operators by themselves, and forward mode, raise an error.
+    // Autograd goes through InstanceNorm, below. Gradients of these operators themselves, and forward mode, are errors.
     m.impl("forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
     m.impl("backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }
@@ -936,9 +946,9 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether our kernels compute norm(x): not with hooks, under torch.func's transforms, or in forward-mode AD.
+    """Whether our kernels compute norm(x). They do not if it has hooks, in torch.func's transforms, in forward mode.
 
-    They take a FakeTensor, too: torch.export, where it is not strict, calls modules with it.
+    They take a FakeTensor, too, because torch.export, where it is not strict, calls modules with one.
     """
     if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
         return False
