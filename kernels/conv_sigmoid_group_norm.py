@@ -5,30 +5,30 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-Two paths, chosen in `ModelNew.forward` by `_is_light` and `fits`. Our kernels take:
+There are two paths; `ModelNew.forward` chooses one by `_is_light` and `fits`. Our kernels take:
 
     NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of few input channels; float32, float16,
                     bfloat16, autocast; with gradients or without
     CPU, float32    without gradients; images of 128 pixels or more
-    CPU, 16 bits    without gradients, in float32; the types for which the CPU has no instructions
+    CPU, 16 bits    without gradients; the types for which the CPU has no instructions, computed in float32
 
-The Model's own layers take the rest; of 16 bits with gradients, on such a CPU, they compute in float32.
+The Model's own layers take the rest. With gradients, on such a CPU, they compute in float32 from 2048 values of x on.
 
 The forward reads x once for every 32 output channels and writes out once: v stays in registers. The convolution runs on
 tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
-capability 8.0, 9.0, 10.0, 10.3); compiled for others it uses FMA instructions. The forward is the same when gradients
-are wanted; it then also saves x, the parameters, mean and rstd. The backward computes h again, and from it dh and the
-gradients of the vectors; also W's gradient, on tensor cores, if there are at most 8 input and 128 output channels; of
-float32 it is more accurate than PyTorch's. A second kernel computes x's gradient from dh, if the convolution is 3x3 and
-has 4 input channels or more. ATen computes from dh what remains of these two. All that our kernels compute is the same
-bits each time.
+capability 8.0, 9.0, 10.0, 10.3); compiled for others it uses FMA instructions. When gradients are wanted the forward
+is the same, and x, the parameters, mean and rstd are saved. The backward computes h again, then the gradient dh of h
+and those of the five vectors. If the convolution runs on tensor cores, and there are at most 8 input and 128 output
+channels, the same kernel computes W's gradient from dh, more accurately than PyTorch in float32. A second kernel
+computes x's gradient from dh if the convolution is 3x3 and has at least 4 input channels. Otherwise ATen computes W's
+or x's gradient from dh. All that our kernels compute is the same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By
 `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` an H200 takes 1.19 ms forward in
 float32, 5.0 times as fast as eager and 2.84 times as fast as torch.compile; 0.79 ms in bfloat16, 6.8 and 3.5 times;
 forward and backward, with x's gradient, 5.25 ms in float32 and 3.27 ms in bfloat16, 3.5 and 3.9 times as fast as eager.
-Compiled for compute capability 8.0, the code takes as long on the H200. W's gradient takes 0.63 ms of the backward in
-float32; its products alone, as many as the forward's, would take 0.2 ms.
+If it is compiled for compute capability 8.0, the code takes as long on the H200. W's gradient takes 0.63 ms of the
+float32 backward; its products alone, which are as many as the forward's, would take 0.2 ms.
 """
 
 import contextlib
@@ -66,8 +66,9 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale, and its gradient dv/dz. To change it, edit `activation` and
 // `activation_gradient` here, `_activate` in the Python below, the Model in models/, and this file's counterpart in
-// hopper/. Importing this file compares the three functions at some z, and raises an error where they differ. A NaN
-// must come out as NaN; fminf, fmaxf and __saturatef drop it, so use comparisons, as `v < 0 ? 0 : v`.
+// hopper/. Importing this file compares the first three at some z, and raises an error where they differ; a forgotten
+// Model or counterpart fails in harness.py. A NaN must come out as NaN; fminf, fmaxf and __saturatef drop it, so use
+// comparisons, as `v < 0 ? 0 : v`.
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -79,8 +80,8 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(v));
     return reciprocal;
 }
-// ACTIVATION: do not remove the two marker lines. Python copies the text between them to CPP_SOURCE, for CPUs, where
-// only that file's own exp2_approx and reciprocal_approx exist, and the functions of <cmath>, as fmaf, fminf and fabsf.
+// ACTIVATION: do not remove this marker and END. Python copies the text between them to CPP_SOURCE, for CPUs. There it
+// can call only CPP_SOURCE's own exp2_approx and reciprocal_approx, and <cmath>'s functions (fmaf, fminf, fabsf).
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
 }
@@ -95,42 +96,41 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // END
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One kernel, three directions. A tile is 32 output channels of 16 rows and 32 columns of one sample's pixels, or, if
-// there are at most 16 output channels, 16 of 32 rows and 32 columns. A block of 256 threads makes a tile: it
+// One kernel, three directions. A tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if
+// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads makes a tile: it
 // convolves, keeps the values in registers, adds up what the statistics need, publishes these sums in global memory,
 // waits until all tiles of the sample have published theirs, and then finishes its own values. So out is written once,
-// and x is read once for each channel tile; only pixels at the edges of tiles are read by two or more neighbouring
-// tiles.
+// and x is read once for each channel tile; only pixels at the edges of tiles are read by neighbouring tiles, too.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
 //   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
 //   finish       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd; dW       writes dx
 //
-// Here z = h scale, g is the gradient of out, and bias is the sum of the convolution's and the network's. The factor
-// rstd of dz is left out of the last two sums: publish_gradients multiplies each sum by it, once. The gradient of x is
-// the convolution of dh, with zeros around it, and the weights rotated by 180 degrees.
+// Here bias is the sum of the convolution's and the network's, z = h scale, g is the gradient of out, dW that of the
+// convolution's weights. The last two sums are without the factor rstd of dz: publish_gradients multiplies each by it,
+// once. The gradient of x is the convolution of dh, with zeros around it, and the weights rotated by 180 degrees.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
-// least as many blocks as a sample has tiles. Blocks take tiles in order, so a waiting block needs only tiles of its
-// own sample, and other blocks have begun these or begin them after finishing a tile of an earlier sample. If the grid
-// has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, the kernel is launched twice: the
-// first launch only publishes; the second repeats the convolution and finishes.
+// least as many blocks as a sample has tiles. Blocks take tiles in order. So each block for which another one waits has
+// begun its tile of that sample, and publishes before it waits itself; or it is at a tile of an earlier sample, where
+// the same holds. If the grid has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, there
+// are two launches: the first only publishes; the second repeats the convolution and finishes.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. An exception is float32 on compute
-// capability 8.0 with 3x3 kernels and at most 16 output channels: a block takes 86 KiB of shared memory there, of 164.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In float32, on compute capability
+// 8.0, with 3x3 kernels and at most 16 output channels, it is one: a block takes 86 KiB of shared memory, of 164.
 //
 // The convolution runs on tensor cores where they are much faster than FMA instructions, which depends on the compute
 // capability that the code is compiled for. A thread has 64 values of h. Without tensor cores these are 16 pixels in
-// each of four channels. A warp has four channels, too, and its lanes have these pixels:
+// each of four channels. All lanes of a warp have the same four channels, and have these pixels of the tile:
 //
 //   columns of the tile   0 1    2 3    ...   14 15    16 17    18 19   ...   30 31
 //   rows 0 to 3           lane 0      1 ...       7         0       1   ...       7
 //   rows 4 to 7           lane 8      9 ...      15         8       9   ...      15
 //   rows 8 to 15          lanes 16 to 31, in the same way
 //
-// With tensor cores these are 32 pixels in each of two channels, eight apart. A warp has 16 channels of four rows, and
-// mma.sync decides which lane has which values:
+// With tensor cores a thread's values are 32 pixels in each of two channels, o and o + 8. A warp has 16 channels of
+// four rows, and the instruction mma.sync decides which lane has which of these values:
 //
 //   columns of each row   0 1    2 3    4 5    6 7    8 9    ...   30 31
 //   channels 0 and 8      lane 0     1      2      3      0  ...       3
@@ -142,42 +142,41 @@ constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
 #ifdef __CUDA_ARCH__
 constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr bool kTensor = false;  // The host has to ask each kernel what it was compiled for.
+constexpr bool kTensor = false;  // The host does not use it, but asks each kernel what it was compiled for.
 #endif
 
-constexpr int kThreads = 256;                   // per block
-constexpr int kBlocks = 2;                      // per multiprocessor, with the exception above
-constexpr int kWarps = kThreads / 32;
-constexpr int kValues = 64;                     // values of h per thread
-constexpr int kChannels = kTensor ? 2 : 4;      // output channels per thread
-constexpr int kChannelStep = kTensor ? 8 : 1;   // from one of a thread's channels to the next
-constexpr int kWarpChannels = kTensor ? 16 : 4;
-constexpr int kBlockLog2 = kTensor ? 7 : 5;     // kWarps * kWarpChannels = 2^kBlockLog2
+constexpr int kThreads = 256;                    // per block
+constexpr int kBlocks = 2;                       // that share a multiprocessor, with the exception above
+constexpr int kWarps = kThreads / 32;            // per block
+constexpr int kValues = 64;                      // values of h per thread
+constexpr int kChannels = kTensor ? 2 : 4;       // output channels per thread
+constexpr int kChannelStep = kTensor ? 8 : 1;    // from one of a thread's channels to the next
+constexpr int kWarpChannels = kTensor ? 16 : 4;  // output channels per warp
+constexpr int kBlockLog2 = kTensor ? 7 : 5;      // 2^kBlockLog2 = kWarps * kWarpChannels
 constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
-constexpr int kRows = 4;                        // pixel rows per thread
-constexpr int kPixels = kValues / kChannels;    // pixels per thread and channel
-constexpr int kPairs = kPixels / kRows / 2;     // pairs of columns per row of a thread
+constexpr int kRows = 4;                         // pixel rows per thread
+constexpr int kPixels = kValues / kChannels;     // pixels per thread and channel
+constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
 constexpr int kChunk = 16;                       // pixels that a thread loads or stores at once
-constexpr int kMostOuts = 32;                   // output channels of a tile
-constexpr int kStage = 8;                       // most input channels of a stage: multiplied at once
-constexpr int kMostTaps = 9;
-constexpr int kMostSets = 16;                   // most stages whose weights can stay in shared memory
-constexpr int kColumns = 32;                    // pixel columns of a tile
-constexpr int kPairStep = kColumns / kPairs;    // columns from one of a thread's pairs to the next
-// Values from one line of x to the next in shared memory: with the two more columns that taps need, and without bank
-// conflicts.
+constexpr int kMostOuts = 32;                    // output channels of a tile, at most
+constexpr int kStage = 8;                        // input channels of a stage, at most: a stage is multiplied at once
+constexpr int kMostTaps = 9;                     // of a 3x3 kernel; a tap is one of its positions
+constexpr int kMostSets = 16;                    // stages whose weights can stay in shared memory, at most
+constexpr int kColumns = 32;                     // pixel columns of a tile
+constexpr int kPairStep = kColumns / kPairs;     // columns from one of a thread's pairs to the next
+// Pixels from one line of x to the next in shared memory. A line is a row of x: the tile's columns, and two more that
+// the taps of a 3x3 kernel need. The other two are padding, against bank conflicts.
 constexpr int kPitch = kColumns + 4;
-// Floats from one channel's row to the next in the staging memory of `write_rows`, without bank conflicts.
-constexpr int kOutPitch = kColumns + 8;
-constexpr int kOutFloats = kWarps * 16 * kOutPitch;
-constexpr int kLine = 32;  // each sample's counter has a 128-byte line of its own; in units of unsigned
+constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`, as kPitch
+constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // of the staging memory of `write_rows`: 16 channels a warp
+constexpr int kLine = 32;  // each sample's counter has a cache line of 128 bytes of its own: 32 unsigned
 
 enum Direction { kForward, kBackward, kInputGradient };
 // What a launch does: kSums publishes the sums, kFinish computes the output from sums that are published, and kWait
 // does both, with the wait in between.
 enum Mode { kWait, kSums, kFinish };
 
-struct Statistics { float mean, rest, rstd; };  // of a sample's group; mean + rest is the mean to about 48 bits
+struct Statistics { float mean, rest, rstd; };  // of a sample's group; the mean, to about 48 bits, is mean + rest
 
 struct Arguments {
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
@@ -187,18 +186,18 @@ struct Arguments {
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
     float* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
-    float* weight_sums;  // (slots, taps, channel_tiles outs, kStage): partial sums of W's gradient, or null
+    float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): partial sums of W's gradient, or null
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
     int dh_type;  // 0 float, 1 half, 2 bfloat16
-    int kernel, pad;  // rows and columns of the convolution's kernel, and of zeros on each side of x
+    int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
     int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
     int outs_log2;  // outs = 2^outs_log2: shifts are much faster than divisions
-    int lines;  // of x in shared memory, of each channel
+    int lines;  // rows of x in shared memory, of each channel
     int tiles, items;  // tiles of a sample, and of all
     int parts;  // channel tiles that a group touches, at most
     int x_floats, weight_floats;  // floats of shared memory that a stage needs
-    // The number of stages if the weights of all stay in shared memory, for all tiles of the block; 0 if each stage of
-    // each tile loads its weights again.
+    // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. If it is 0,
+    // each stage of each tile loads its weights again.
     int weight_sets;
     Mode mode;
     float eps;
@@ -238,10 +237,10 @@ struct Shared {
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
     int offsets[kMostTaps + 1];  // see `multiply`
     float largest[kWarps];  // of a warp's values, in largest_of_block
-    float weight_units[kMostSets];  // see `multiply`
-    float largest_unit;  // in the backward, of the tile's stages
-    float x_unit;  // in the backward, of the tile's x
-    unsigned flags[kWarps];  // in the backward, of the values of x that a warp received: see `flags_of`
+    float weight_units[kMostSets];  // of each stage's weights; for units see `multiply`
+    float largest_unit;  // backward: the largest unit of the tile's stages, for `mend`
+    float x_unit;  // backward: of the tile's x
+    unsigned flags[kWarps];  // backward: what each warp saw in the values of x that it received, see `flags_of`
     Tile tiles[2];  // the one in work and the next
 };
 
@@ -432,13 +431,16 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
     lo = reinterpret_cast<const uint32_t&>(low);
 }
 
-// For W's gradient: flags of the largest x of a channel, among a thread's values. kFaint: it is so small beside the
-// tile's largest that its pieces have lost digits. W's gradient shows that where no thread has kClear for the channel.
-// kNotFinite: it would spread, to all channels with float32's pieces, and to taps where it is multiplied by the zero dh
-// of a pixel outside the image. (A NaN in x makes all of the sample's dh NaN, and so all of W's gradient.)
+// For W's gradient: what may be wrong with a channel's x. A thread looks at the largest |x| of the channel among the
+// values that it received, and sets one flag, shifted by the channel's number, or none if it is 0. The flags are or-ed.
+// - kFaint: it is so small beside the tile's largest |x| that its pieces, see `multiply`, have lost digits.
+// - kClear: it is not. One such thread is enough: beside its values, the other threads' errors are small.
+// - kNotFinite: it is infinite. With float32's pieces all channels would become NaN, and with any type those taps, too,
+//   for which it meets only the zero dh of pixels outside the output. (A NaN needs no flag: it makes h NaN in all
+//   output channels, so the sample's statistics, its dh, and W's gradient are NaN, as they should be.)
 constexpr unsigned kFaint = 1, kClear = kFaint << kStage, kNotFinite = kClear << kStage;
 template <typename T> __device__ __forceinline__ unsigned flags_of(float largest, float scale) {
-    constexpr float kLeast = 1.0f / 8;  // 2^-16 of the tile's largest
+    constexpr float kLeast = 1.0f / 8;  // of the scaled x; the largest of the tile is 2^16 to 2^17 times as large
     const unsigned pieces = kPieces<T> == 2 && largest * scale < kLeast ? kFaint : kClear;
     return largest == 0 ? 0 : largest < INFINITY ? pieces : kNotFinite;
 }
@@ -544,8 +546,8 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
     if constexpr (kTensor) {
         using Piece = typename Multiplied<T>::Piece;
         const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
-        // Pair i is one 32-bit register of mma's operand A, and k is its half; a step has 32 lanes x 4 registers = 128.
-        // The layout is described at `multiply`.
+        // Pair i is one 32-bit register of mma's operand A, of two weights, k = 0 and 1. A step has 128 such registers:
+        // 4 in each of 32 lanes. The layout is described at `multiply`.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % steps * 2 + i / 2 % 2;
             const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
@@ -676,13 +678,13 @@ __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_
 //
 // A float16 is a multiple of 2^-24, and below 2^16. The x of each stage of a tile is therefore first multiplied by a
 // power of two, so that the largest is between 2^13 and 2^14; and so are each stage's weights. A product has to be
-// multiplied by `unit`, the inverse of the product of both powers.
+// multiplied by `unit`, the inverse of the product of both powers. Below, errors are those of such scaled numbers.
 //
 // Each product is wrong by less than 2^-21 of itself, and much less as a rule: lo lo', which is left out, is at most
 // 2^-22 of it, and the roundings of the two lo are at most 2^-23 each. These errors are like float32's own roundings of
-// a sum. Where a factor is below 2^-2, lo is wrong by up to 2^-25, and the product by up to 2^14 2^-25 = 2^-11 units:
-// over the 72 products of a stage (8 channels, 9 taps) at most 0.04 units, and 0.001 as a rule. `mend` recomputes the
-// tiles where this might be seen in z.
+// a sum. But lo is a multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a factor below 2^-2.
+// The product is then wrong by up to 2^14 2^-25 = 2^-11 of a unit: over the 72 products of a stage (8 channels, 9 taps)
+// by at most 0.04 units, and 0.001 as a rule. `mend` recomputes the tiles where this might be seen in z.
 //
 //     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
 //     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
@@ -696,8 +698,8 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     constexpr typename Multiplied<T>::Piece kPiece{};
     constexpr int kCount = kPieces<T>;
     const int steps = (p.kernel * p.kernel + 1) / 2, lane = threadIdx.x % 32;
-    // Matrices 0 and 1 of ldmatrix are the two taps of eight pixels; matrices 2 and 3 are the same of lo or, if there
-    // is one piece only (kCount 1), of the next eight pixels. `lo` below is then hi again, and is not used.
+    // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
+    // the same pixels; or, with one piece only (kCount 1), the next eight pixels. The weights' `lo` is not used then.
     x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
 #pragma unroll 1
@@ -710,7 +712,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
             uint32_t b[kTiles][2 * kCount];
             float part[kTiles][4];
 #pragma unroll
-            for (int t = 0; t < kTiles; t += 3 - kCount) {  // an ldmatrix has one tile of two pieces, or two of one
+            for (int t = 0; t < kTiles; t += 3 - kCount) {  // an ldmatrix loads 8 pixels of two pieces, or 16 of one
                 uint32_t four[4];
                 load_matrices(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
@@ -746,7 +748,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 //   infinite weight times a zero around the image is NaN, too; here nothing outside the image is multiplied.
 // - `unit` is large, for float32 on tensor cores. At kMostUnit the absolute error described at `multiply` makes z = h
 //   scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27 as a rule, which is less than float32's own
-//   rounding of a z of 1. Where x and weights are so large that `unit` exceeds this, z saturates a sigmoid as a rule.
+//   rounding of a z of 1. `unit` exceeds that if x and weights are so large that z saturates a sigmoid as a rule.
 //   The gradient of x is not checked: its absolute error is at most 2^-30 of the tile's largest dh times the largest
 //   weight, for each stage of 8 channels.
 constexpr float kMostUnit = 1.0f / (1 << 17);
@@ -817,9 +819,9 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; all further sums are in double. The
 // order of the additions is always the same, so results are the same bits each time.
 
-// A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane has eight values or, with tensor
-// cores, four. It returns the sum of value lane / 4 of eight, or lane % 4 of four, over these lanes: in each step a
-// lane sends half of its values to another lane, and adds to the other half what it receives.
+// A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane gives eight values or, with tensor
+// cores, four; it gets the sum, over these lanes, of one of them: number lane / 4 of eight, or lane % 4 of four. In
+// each step a lane sends half of its values to another lane, and adds to the other half what it receives.
 __device__ __forceinline__ float sum_of_lanes(float (&values)[2 * kChannels]) {
     int distance = kChannelLanes / 2;
 #pragma unroll
@@ -836,8 +838,8 @@ __device__ __forceinline__ float sum_of_lanes(float (&values)[2 * kChannels]) {
     return values[0];
 }
 
-// By a warp, of a channel c for each lane: adds up the sums of the block's warps. Returns the sums of v and of v^2; in
-// the backward first those of g and of g (v - mean), later those of dz and of dz h, both divided by rstd.
+// By a warp, each lane for one channel c: adds up the sums of the block's warps. Returns, in the forward, the sums of v
+// and v^2; in the backward those of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Shared& shared, int c) {
     const int warps = 1 << (kBlockLog2 - p.outs_log2), first = c / kWarpChannels * warps;  // that have the channel
     const int own = c % kWarpChannels;
@@ -1089,8 +1091,8 @@ template <typename T> __device__ __forceinline__ void prefetch_gradients(const A
         asm volatile("prefetch.global.L2 [%0];" : : "l"(from + last));
     }
 }
-// Outside the image g is 0, and h becomes 1, so that nothing is added to the sums: an infinite weight or x makes h NaN
-// there, and NaN times 0 is NaN. (With h = 0 an infinite scale would make z NaN.)
+// Sets h to 1 outside the image. g is 0 there, so that nothing is added to the sums; but an infinite weight or x would
+// make h NaN, and NaN times 0 is NaN. (It is not set to 0, because an infinite scale would make z NaN.)
 __device__ __forceinline__ void clear_outside(float (&h)[kChannels][kPixels], const Pixels& pixels) {
     if (__all_sync(~0u, pixels.all_valid())) return;
 #pragma unroll
@@ -1120,8 +1122,8 @@ __device__ __forceinline__ void sum_gradients(
     const float anchors[kChannels] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
-// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale, and adds up dz / rstd and
-// dz h / rstd. In the code `dv` and `dz` are without the factor rstd.
+// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale, to global memory and, in
+// registers, over h. Adds up dz / rstd and dz h / rstd: in the code `dv` and `dz` are without the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
     const Arguments& p, float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
@@ -1152,26 +1154,39 @@ __device__ __forceinline__ void write_gradients(
     keep_sums(sums, anchors, 1, shared, warp);
 }
 // ---------------------------------------------------------------------------------------------------------------------
-// W's gradient, on tensor cores. dW(o, c, tap) is the sum, over all pixels, of dh(o, pixel) x(c, pixel + the tap's
-// offset): a product of matrices for each tap. mma multiplies 16 output channels x 16 pixels of dh, its operand A, by
-// 16 pixels x 8 input channels of x, its operand B.
+// W's gradient, on tensor cores. dW(o, c, tap) is the sum over all output pixels of dh(o, pixel) x(c, pixel + the tap's
+// offset). So it is, for each tap, a product of matrices, of which one mma adds up 16 pixels:
 //
-// The registers of dh form operands A without any exchange between lanes. mma lays out its results, which h was, as it
-// lays out operands, so two neighbouring groups of 8 columns are an operand:
+//     dW: 16 channels o x 8 channels c   +=   A, dh: 16 channels o x 16 pixels   *   B, x: 16 pixels x 8 channels c
+//
+// No lane needs another lane's dh. write_gradients has put dh in the place of h, which was a result of mma; and two
+// results of mma, of 8 columns each, lie in the lanes and registers as one operand A of 16 columns does:
 //
 //   columns of a row      0 1    2 3    4 5    6 7    8 9    ...   14 15
 //   channels 0 and 8      lane 0     1      2      3      0    ...       3
 //   channels 1 and 9      lane 4     5      6      7      4    ...       7
-//   registers of A        0 and 1                     2 and 3
+//   channels 0 to 7       register 0 of A             register 2
+//   channels 8 to 15      register 1                  register 3
 //
-// Operands B are pixels of x, which are still in shared memory, where the convolution read them; ldmatrix transposes
-// them. A warp computes the sums of its 16 channels and four rows, of three taps at a time. float32 is multiplied in
-// pieces, as in `multiply`: a power of two brings the warp's largest dh of each channel to 2^13 or more, below 2^14.
+// B is read from shared memory: `x`, as the convolution left it, from offsets[tap] on, transposed by ldmatrix. `x` must
+// hold all input channels, so there is one stage, of at most 8. Outside the output dh is 0, and adds nothing.
 //
-// Each warp adds its sums, tile after tile, to a slot of its own in global memory, and ATen adds up the slots, in
-// double. So the order of the additions is always the same. The slots take 10 MB on an H200, and stay in its L2.
+// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`: a power of two brings
+// the largest dh of each channel of a warp to 2^13 or more, below 2^14. To first order, a product is wrong by at most
+//
+//     |dh x| 2^-21   +   |x| 2^-38 (the warp's largest dh of channel o)   +   |dh| 2^-22 (the tile's largest x of c)
+//
+// because a small lo is wrong by up to 2^-25. That is 2^-25 / 2^13 of that dh, and 2^-25 / (1/8) of that x, which is at
+// least 1/8, scaled, if channel c has kClear. If it has kFaint alone, or x or (with pieces) dh is infinite, the warp
+// calls add_weight_gradient_in_float. Tensor cores truncate their sums, so `part` begins at zero in each row.
+//
+// A warp computes the sums of its 16 channels and four rows, three taps at a time, and adds them, tile after tile, to a
+// slot of its own in global memory. Registers have no room for them (36 in each lane), nor has shared memory (36 KiB a
+// block) in float32 on compute capability 8.0. As no two warps share a slot, there are no atomics, and the order of the
+// additions is always the same. ATen adds up the slots, in double. They take 10 MB on an H200, or 39 MB with 128 output
+// channels, and stay in its L2 of 50 MB.
 
-// The warp's slot, from the first element of mma's result on that this lane has.
+// The address, in the warp's slot, of the first element of mma's result that this lane has.
 __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile) {
     const Fragment fragment(p);
     const int warps = 1 << (kBlockLog2 - p.outs_log2);  // that have the same channels
@@ -1179,8 +1194,8 @@ __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile) 
     const int64_t row = slot * p.kernel * p.kernel * outs + tile.channel + fragment.channel;
     return p.weight_sums + row * kStage + read_thread() % 4 * 2;
 }
-// By a warp, for a tile where the products of pieces would be wrong, see `flags_of`, or dh is infinite: computes the
-// same sums in float32, from global memory.
+// By a warp, where products on tensor cores would be wrong, see above: adds the same sums of its tile to its slot, but
+// computes them in float32, from x and dh in global memory, and leaves out what is outside the output.
 template <typename T>
 __device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, const Tile& tile) {
     float* const slot = slot_of(p, tile);
@@ -1206,13 +1221,13 @@ __device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, co
             for (int k = 0; k < kChunk; ++k) {
                 if (valid >> k & 1) sum = fmaf(dh[k], to_float(x[pixels.offset(k, p.width)]), sum);
             }
-            // Four lanes have the channel's pixels; one of them has this element of mma's result.
+            // Four lanes have the channel's pixels; the one to which mma would give this element adds it to the slot.
             for (int distance = 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
             if (read_thread() % 4 == in / 2) slot[(tap * outs + o * kChannelStep) * kStage + in % 2] += sum;
         }
     }
 }
-// By a warp: adds what its pixels contribute to W's gradient to its slot of weight_sums.
+// By a warp: computes what its pixels of the tile contribute to W's gradient, and adds it to its slot of weight_sums.
 template <typename T>
 __device__ __forceinline__ void add_weight_gradient(
     const Arguments& p, const Tile& tile, const float* x, const Shared& shared, const float (&dh)[kChannels][kPixels]) {
@@ -1220,7 +1235,7 @@ __device__ __forceinline__ void add_weight_gradient(
     constexpr int kCount = kPieces<T>, kTaps = 3;  // taps at a time
     unsigned flags = 0;
     for (int warp = 0; warp < kWarps; ++warp) flags |= shared.flags[warp];
-    bool exact = flags < kNotFinite && (flags % kClear & ~(flags / kClear)) == 0;
+    bool exact = flags < kNotFinite && (flags % kClear & ~(flags / kClear)) == 0;  // no channel has kFaint alone
     float scales[kChannels] = {1, 1};
     if constexpr (kCount == 2) {
 #pragma unroll
@@ -1365,7 +1380,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
             unit *= finish_x<T, DIRECTION>(p, first, raw, x, shared);
-            // The backward has no register left for it; in the forward one is faster.
+            // A register is faster, but the backward has none left: there it is in shared memory.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
             else if (threadIdx.x == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) start_x<T>(p, tile, first + p.stage, raw);
@@ -1441,7 +1456,7 @@ static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * k
 
 // Computes the bytes of the workspace, the rows of channel_sums and, unless it is null, the shape of weight_sums: of no
 // slots if the backward does not compute W's gradient. It does on tensor cores, if all of x that a tile depends on is
-// in shared memory at once, and for 128 output channels at most, which keeps the slots small. Returns a cudaError_t.
+// in shared memory at once, and for 128 output channels at most, so that the slots fit L2. Returns a cudaError_t.
 extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape) {
     const Arguments p = plan(sizes);
     *rows = int64_t(p.samples) * p.pixel_tiles;
@@ -1619,11 +1634,11 @@ using Vector = float __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 constexpr int kTileChannels = 4;
 constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
-constexpr int64_t kBandPixels = 1024;    // 4 KiB a channel
-constexpr int64_t kTapsOfASum = 72;      // longer sums are split into parts of 72: rounding errors grow with a sum
-constexpr int64_t kMostTaps = 160;       // with more, PyTorch's convolution is as fast
-constexpr int64_t kGrain = 32768;        // with fewer values per thread, another thread does not pay
-constexpr int64_t kLineValues = 16;      // of a cache line of 64 bytes
+constexpr int64_t kBandPixels = 1024;      // 4 KiB a channel
+constexpr int64_t kTapsOfASum = 72;        // longer sums are split into parts of 72: rounding errors grow with a sum
+constexpr int64_t kMostTaps = 160;         // with more, PyTorch's convolution is as fast
+constexpr int64_t kGrain = 32768;          // with fewer values per thread, another thread does not pay
+constexpr int64_t kLineValues = 16;        // of a cache line of 64 bytes
 constexpr size_t kMappedBytes = 32 << 20;  // glibc gets each larger block by mmap, and unmaps it when it is freed
 
 // Computes a tile's sums over `taps` taps, and writes them to h or, if `adds`, adds them to h.
