@@ -221,7 +221,7 @@ def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: in
         if turn >= least * MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
-        if turn == spot and "new" in case.workers and case.workers["new"].lasting_strays():
+        if turn == spot and "new" in case.workers and case.workers["new"].strays():
             raise Rejected(ESCAPED)
         for name in secret.sample(list(case.workers), len(case.workers)):
             try:

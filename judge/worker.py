@@ -610,13 +610,6 @@ class Worker:
             family |= more
         return [pid for pid in family if pid in running and running[pid][1] != self._process.pid]
 
-    def lasting_strays(self) -> list[int]:
-        """Those there are for half a second, in which nobody is timed: what was about to end has ended by then."""
-        deadline = time.monotonic() + 0.5
-        while (found := self.strays()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return found
-
     def _wait_until_stopped(self) -> None:
         for _ in range(100):
             with contextlib.suppress(OSError):

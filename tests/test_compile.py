@@ -145,14 +145,15 @@ strict_or_not = pytest.mark.parametrize("strict", [False, True], ids=["not stric
 @strict_or_not
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_an_exported_program_goes_through_a_file(case, strict, recorded, device, tmp_path):
-    """Whoever exports a program mostly has gradients on. Without them a portable file's program holds its operator; a
-    file of kernels/hopper leaves such small inputs to the Model's lines."""
+    """Whoever exports a program mostly has gradients on. Without them the program holds our operator, where there is
+    one: kernels/hopper has none for a CPU, nor for products as small as these."""
     _, new, inputs = build(case, device)
     batch = torch.export.Dim("batch", min=2, max=1024)
     shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
     with torch.set_grad_enabled(recorded):
         program = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict)
-    if case.stem in PORTABLE and not recorded:
+    taken = case.stem in PORTABLE or case.stem in COMPILED and device.type == "cuda" and "linear" not in case.stem
+    if taken and not recorded:
         assert any(name.startswith(problem_of(case.stem)) for name in called_by(program))
     torch.export.save(program, tmp_path / "program.pt2")
     exported = torch.export.load(tmp_path / "program.pt2").module()

@@ -11,7 +11,6 @@ from accuracy import assert_as_accurate_as_eager, assert_same_form, forward
 from cases import (
     CASES,
     FIRST,
-    PORTABLE,
     STEMS,
     Case,
     build,
@@ -368,7 +367,7 @@ def test_traced_by_torch_fx(case, device):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("case", [case for case in FIRST if case.stem in PORTABLE], ids=str)
+@first_cases
 def test_quantized_by_torch_fx(case):
     quantization = pytest.importorskip("torch.ao.quantization")
     quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
@@ -381,6 +380,21 @@ def test_quantized_by_torch_fx(case):
         results.append(quantize_fx.convert_fx(prepared)(*inputs))
     torch.testing.assert_close(*results, rtol=0.1, atol=0.1)
     assert not torch.equal(results[1], new(*inputs))  # it is quantized, not passed by
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("case", [case for case in FIRST if case.stem == "conv_sigmoid_group_norm"], ids=str)
+def test_quantized_as_an_exported_program(case):
+    quantize = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
+    x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    model, new, inputs = build(case)
+    results = []
+    for module in (model, new):
+        quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+        prepared = quantize.prepare_pt2e(torch.export.export(module.eval(), tuple(inputs)).module(), quantizer)
+        prepared(*inputs)
+        results.append(quantize.convert_pt2e(prepared)(*inputs))
+    assert torch.equal(*results) and not torch.equal(results[1], new(*inputs))
 
 
 # ---- tensors of other kinds

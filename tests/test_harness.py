@@ -24,7 +24,7 @@ from judge import bench, record, roofline
 from judge.answers import How, Request, form_of, normal_like, places_of, same_bits
 from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
 from judge.check import perturb
-from judge.gates import CHUNK, Errors, compare, in_tolerances
+from judge.gates import CHUNK, Errors, compare
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
 
 ROOT = Path(harness.__file__).resolve().parent
@@ -79,11 +79,9 @@ def suite(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_candidate(name, device, judges, tmp_path, monkeypatch):
+def test_candidate(name, device, judges, tmp_path):
     """Each wrong one is rejected for the reason it names, each honest one is accepted in every direction."""
     candidate = CANDIDATES[name]
-    if candidate.by_clock:  # it is timed as often as any that is found, and the rounds need not be more each time
-        monkeypatch.setattr(bench, "MORE_ROUNDS", 1)
     if candidate.needs_gpu and device.type == "cpu":
         pytest.skip("this one cheats on a GPU")
     runs = judges(write(tmp_path, name), device=device.type, directions=directions_of(name), timeout=candidate.timeout)
@@ -311,33 +309,6 @@ def test_gate_one_is_relative_to_the_scale_and_to_each_element():
     eager = torch.tensor([0.0, 100.0])
     for new, scale, wrong in (([2e-3, 100], 1, 1), ([2e-3, 100], 50, 0), ([0, 100.010], 1, 0), ([0, 100.011], 1, 1)):
         assert compare(torch.tensor(new), eager, None, 1e-4, scale).far == wrong
-
-
-@pytest.mark.parametrize(
-    ("new", "eager", "right"),
-    [
-        ([1.0] * 50, [0.0], True),
-        ([1.1], [0.5], False),
-        ([1.1], [0.6, 0.1], True),
-        ([3.9], [2.0], True),
-        ([4.1], [2.0], False),
-        ([3.9] * 2, [2.0], False),
-        ([9.9], [100.0], True),
-        ([10.1], [100.0], False),
-        ([2.0], [math.inf], False),
-        ([math.nan], [3.0], False),
-    ],
-)
-def test_gate_one_allows_the_worst_elements_twice_what_the_models_err_there(new, eager, right):
-    """Errors are given in tolerances; all elements are 9, of which ten times 1e-4 is one."""
-
-    def answer(errors: list[float]) -> torch.Tensor:
-        errors = torch.tensor(errors + [0.0] * (100 - len(errors))).double()
-        return 9 + 1e-3 * errors
-
-    exact = answer([])
-    assert in_tolerances(answer(new), [answer(eager)], exact, 1e-4, 1.0) == right
-    assert in_tolerances(answer(new), [exact, answer(eager)], exact, 1e-4, 1.0) == right  # in one of two layouts
 
 
 def test_compare_takes_the_same_nan_and_infinity_as_equal():

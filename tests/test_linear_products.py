@@ -254,12 +254,17 @@ def test_a_gradient_of_0_by_the_largest_y_is_0():
 def test_gradients_of_a_part_of_the_network(case, deterministic):
     """Frozen layers get none, the others what they get without them; the same bits every time."""
     _, new, inputs = build(case, "cuda")
-    every, again = (gradients(new, inputs) for _ in range(2))
-    assert all(torch.equal(every[name], again[name]) for name in every)
-    without_the_layer = [name for name in every if "bmm" not in name and "matmul" not in name]
-    for part in [*([name] for name in every), without_the_layer]:
+
+    def output_and(part: list | None = None) -> dict[str, torch.Tensor]:
         found = gradients(new, inputs, wanted=part)
-        assert [*found] == part
+        return found | forward(new, inputs)  # with the same parameters frozen
+
+    every, again = output_and(), output_and()
+    assert all(torch.equal(every[name], again[name]) for name in every)
+    names = [name for name in every if name != "output"]
+    for part in [[name] for name in names] + [[name for name in names if "bmm" not in name and "matmul" not in name]]:
+        found = output_and(part)
+        assert [*found] == [*part, "output"]
         for name, own in found.items():
             torch.testing.assert_close(own, every[name], rtol=1e-4, atol=1e-4 * every[name].abs().max().item())
 
