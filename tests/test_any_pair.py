@@ -10,6 +10,7 @@ import pytest
 import torch
 from attack import HURRY, ceilings_of
 from cases import NEW, ROOT
+from test_training import losses_of
 from torch.utils._pytree import tree_leaves
 
 import harness
@@ -35,17 +36,9 @@ def test_the_judge_calls_it_a_drop_in(name, device):
         assert run.status == DROP_IN, f"{run.direction}: {run.status}: {'; '.join([*run.reasons, *run.no_dropin])}"
 
 
-def losses(module, problem: Problem, device: str) -> list[float]:
-    optimizer, found = torch.optim.SGD(module.parameters(), lr=1e-3), []
-    for step in range(4):
-        inputs = problem.inputs(problem.batch and BATCH, device, torch.float32, seed=step)
-        outputs = [x for x in tree_leaves(module(*inputs)) if isinstance(x, torch.Tensor) and x.requires_grad]
-        loss = sum((x - 0.5).square().mean() for x in outputs)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+def loss_of_all(outputs) -> torch.Tensor:
+    found = [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    return sum((x - 0.5).square().mean() for x in found)
 
 
 @any_pair
@@ -59,5 +52,10 @@ def test_losses_are_the_models_step_by_step(name, device):
         pytest.skip("it has no parameters")
     new = harness.source.load(pair.new_path).ModelNew(*copy.deepcopy(problem.arguments(0)))
     new.load_state_dict(model.state_dict())
-    theirs, ours = (losses(module.train(), problem, device.type) for module in (model, new.to(device)))
-    assert ours == pytest.approx(theirs, rel=1e-3)
+    batch, sgd = problem.batch and BATCH, torch.optim.SGD
+
+    def losses(module) -> list[float]:
+        steps = (problem.inputs(batch, device.type, torch.float32, seed) for seed in range(4))
+        return losses_of(module.train(), steps, sgd(module.parameters(), lr=1e-3), loss_of_all)
+
+    assert losses(new.to(device)) == pytest.approx(losses(model), rel=1e-3)

@@ -5,6 +5,7 @@ Everywhere the measure is the Model in the same program: its losses step by step
 
 import copy
 import itertools
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -30,9 +31,9 @@ def loss_of(out: torch.Tensor) -> torch.Tensor:
     return (out.float() - target).square().mean()
 
 
-def losses_of(module, case, device, optimizer, steps: int = 6) -> list[float]:
+def losses_of(module, batches: Iterable, optimizer, loss_of: Callable = loss_of) -> list[float]:
     losses = []
-    for inputs in batches(case, device, steps):
+    for inputs in batches:
         optimizer.zero_grad()
         loss = loss_of(module(*inputs))
         loss.backward()
@@ -49,7 +50,8 @@ def losses_of(module, case, device, optimizer, steps: int = 6) -> list[float]:
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
 def test_losses_are_the_models_step_by_step(case, optimizer, how, device):
     model, new, _ = build(case, device)
-    theirs, ours = (losses_of(m, case, device, optimizer(m.parameters(), lr=0.01, **how)) for m in (model, new))
+    steps = batches(case, device, 6)
+    theirs, ours = (losses_of(m, steps, optimizer(m.parameters(), lr=0.01, **how)) for m in (model, new))
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
@@ -60,7 +62,8 @@ def test_compiled_once_for_all_steps(case, device):
     model, new, _ = build(case, device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(new, fullgraph=True, backend=counter)
-    theirs, ours = (losses_of(m, case, device, torch.optim.AdamW(m.parameters(), lr=0.01)) for m in (model, compiled))
+    steps, adam = batches(case, device, 6), torch.optim.AdamW
+    theirs, ours = (losses_of(m, steps, adam(m.parameters(), lr=0.01)) for m in (model, compiled))
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert counter.frame_count == 1
 
@@ -179,8 +182,8 @@ def test_parametrized_weights(case, way, device):
         torch.manual_seed(3)
         PARAMETRIZATIONS[way](module)
     new.load_state_dict(model.state_dict())
-    sgd = torch.optim.SGD
-    theirs, ours = (losses_of(m, case, device, sgd(m.parameters(), lr=0.1), steps=4) for m in (model, new))
+    steps, sgd = batches(case, device, 4), torch.optim.SGD
+    theirs, ours = (losses_of(m, steps, sgd(m.parameters(), lr=0.1)) for m in (model, new))
     assert ours == pytest.approx(theirs, rel=1e-4)
     looks = [[p.looks for p in module.modules() if isinstance(p, Softplus)] for module in (model, new)]
     assert looks[1] == looks[0]
@@ -253,7 +256,7 @@ def test_a_whole_training_step_in_a_cuda_graph(case):
 
     device = torch.device("cuda")
     model, new, _ = build(case, device)
-    warm_up, *rest = batches(case, device, 6)
+    steps = warm_up, *rest = batches(case, device, 6)
     optimizer, static = adam(new.parameters()), [t.clone() for t in warm_up]
 
     def step():
@@ -270,4 +273,4 @@ def test_a_whole_training_step_in_a_cuda_graph(case):
             t.copy_(value)
         graph.replay()
         losses.append(loss.item())
-    assert losses == pytest.approx(losses_of(model, case, device, adam(model.parameters())), rel=1e-4)
+    assert losses == pytest.approx(losses_of(model, steps, adam(model.parameters())), rel=1e-4)

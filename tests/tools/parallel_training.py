@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cases import FIRST, build, converted
+from test_training import losses_of
 
 STEPS = 5
 
@@ -51,20 +52,13 @@ WAYS = {
 }
 
 
-def losses_of(network: nn.Module, batches: list, mine: slice) -> list[float]:
+def mean_losses(network: nn.Module, batches: list, mine: slice) -> list[float]:
     """Of each step, the mean over the ranks."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    losses = []
-    for inputs in batches:
-        out = network(*(t[mine] for t in inputs))
-        loss = (out - torch.linspace(-1, 1, out.shape[-1], device=out.device)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach() / dist.get_world_size()
-        dist.all_reduce(mean)
-        losses.append(mean.item())
-    return losses
+    of_this_rank = ([t[mine] for t in inputs] for inputs in batches)
+    losses = torch.tensor(losses_of(network, of_this_rank, torch.optim.AdamW(network.parameters(), lr=0.01)))
+    losses = losses.to(batches[0][0].device) / dist.get_world_size()
+    dist.all_reduce(losses)
+    return losses.tolist()
 
 
 def main() -> int:
@@ -80,11 +74,11 @@ def main() -> int:
         model, new, inputs = build(case, device)
         batches = [converted(case.inputs(2 * ranks), device) for _ in range(STEPS)]
         width = inputs[0].shape[-1]
-        expected = losses_of(Network(model, width).to(device), batches, slice(None))
+        expected = mean_losses(Network(model, width).to(device), batches, slice(None))
         for way, wrap in WAYS.items():
             torch._dynamo.reset()
             network = Network(copy.deepcopy(new), width).to(device)
-            losses = losses_of(wrap(network, mesh), batches, slice(rank, None, ranks))
+            losses = mean_losses(wrap(network, mesh), batches, slice(rank, None, ranks))
             same = all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(losses, expected, strict=True))
             wrong += not same
             if rank == 0:
