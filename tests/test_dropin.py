@@ -8,18 +8,7 @@ import pickle
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, forward
-from cases import (
-    CASES,
-    FIRST,
-    STEMS,
-    Case,
-    build,
-    converted,
-    first_cases,
-    learning_cases,
-    problem,
-    solution,
-)
+from cases import CASES, FIRST, STEMS, Case, build, converted, first_cases, problem, solution
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map_only
@@ -195,8 +184,10 @@ def test_hooks_of_the_modules_inside_count(case, kind, on, device):
 
 
 def replace(module, name: str, change) -> None:
-    layer = getattr(module, name)
-    setattr(module, name, change(layer) or layer)
+    part = getattr(module, name)
+    if isinstance(part, nn.Parameter):  # or its place would take nothing else
+        delattr(module, name)
+    setattr(module, name, change(part) or part)
 
 
 def with_a_forward_of_its_own(layer):
@@ -234,22 +225,6 @@ LAYERS = {
 }
 
 
-@learning_cases
-@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-@pytest.mark.parametrize("way", LAYERS)
-@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
-def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
-    if way == "quantized" and device.type != "cpu":
-        pytest.skip("PyTorch's quantized layers are for the CPU")
-    model, new, inputs = build(case, device)
-    for module in (model, new):
-        name = next(name for name, child in module.named_children() if isinstance(child, (nn.Linear, nn.Conv2d)))
-        replace(module, name, LAYERS[way])
-    with torch.set_grad_enabled(recorded):
-        torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
-
-
 def channels_of(norm: nn.InstanceNorm2d) -> int:
     """Of the tensor it is given: instance_norm's has four, the rows of a Linear are one."""
     return 4 if norm.num_features == 4 else 1
@@ -283,15 +258,40 @@ NORMS = [
 ]
 
 
+def is_layer(name: str, part) -> bool:
+    return isinstance(part, (nn.Linear, nn.Conv2d))
+
+
+def is_norm(name: str, part) -> bool:
+    return isinstance(part, (nn.GroupNorm, nn.InstanceNorm2d))
+
+
+STAND_INS = {  # which part is replaced, and what makes another one of it
+    **{f"the layer {name}": (is_layer, way) for name, way in LAYERS.items()},
+    **{f"the norm {way.__name__}": (is_norm, way) for way in NORMS},
+    "a number as bias": (lambda name, part: name == "bias", lambda part: 0.5),
+    "a number as scale": (lambda name, part: name == "scale", lambda part: 0.5),
+}
+
+
 @first_cases
-@pytest.mark.parametrize("way", NORMS)
-@torch.no_grad()
-def test_another_norm_in_the_place_of_the_models(case, way, device):
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("what", STAND_INS)
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_something_else_in_the_place_of_the_models(case, recorded, what, device):
+    if what == "the layer quantized" and device.type != "cpu":
+        pytest.skip("PyTorch's quantized layers are for the CPU")
     model, new, inputs = build(case, device)
+    is_it, way = STAND_INS[what]
+    parts = dict(model.named_children()) | model._parameters
+    name = next((name for name, part in parts.items() if is_it(name, part)), None)
+    if name is None:
+        pytest.skip("has none")
     for module in (model, new):
-        name, _ = list(module.named_children())[-1]
         replace(module, name, way)
-    torch.testing.assert_close(new.to(device)(*inputs), model.to(device)(*inputs), rtol=1e-4, atol=1e-4)
+    with torch.set_grad_enabled(recorded):
+        torch.testing.assert_close(new.to(device)(*inputs), model.to(device)(*inputs), rtol=1e-4, atol=1e-4)
 
 
 @first_cases
@@ -318,20 +318,6 @@ def test_equal_values_without_an_epsilon(case, device):
             parameter.fill_(0.5)
     inputs = [torch.zeros_like(x) for x in inputs]
     torch.testing.assert_close(new(*inputs), model(*inputs), equal_nan=True)
-
-
-@learning_cases
-@pytest.mark.parametrize("name", ["bias", "scale"])
-@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
-def test_a_number_in_the_place_of_a_parameter(case, recorded, name, device):
-    model, new, inputs = build(case, device)
-    if name not in model._parameters:
-        pytest.skip("has none")
-    for module in (model, new):
-        delattr(module, name)
-        setattr(module, name, 0.5)
-    with torch.set_grad_enabled(recorded):
-        torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
 # ---- tracers
