@@ -74,10 +74,7 @@ def test_layers_sharded_by_themselves(case, recorded, which, mesh, device):
     torch.testing.assert_close(out, model(*inputs), rtol=1e-4, atol=1e-4)
 
 
-BY = {
-    "columns": ColwiseParallel(output_layouts=Replicate()),
-    "rows": RowwiseParallel(input_layouts=Replicate()),
-}
+BY = {"columns": ColwiseParallel(output_layouts=Replicate()), "rows": RowwiseParallel(input_layouts=Replicate())}
 
 
 @pytest.mark.parametrize("case", [case for case in FIRST if "linear" in case.stem], ids=str)
