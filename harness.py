@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
+import signal
 import sys
 import warnings
 
@@ -38,14 +39,15 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 warnings.filterwarnings("ignore")
 if __name__ == "__main__":  # contenders are forked from a server; it loads what judge/worker.py asks for, meanwhile
     multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "judge.worker"])
+    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits: Ctrl-C is told by this process
     multiprocessing.forkserver.ensure_running()
+    signal.signal(signal.SIGINT, ours)
 
 import argparse
 import contextlib
 import itertools
 import json
 import resource
-import signal
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
