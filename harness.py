@@ -23,8 +23,10 @@ import warnings
 
 
 def stopped(kind, error, trace) -> None:
-    """Ctrl-C ends in one line, also while torch is still being loaded."""
-    if kind is KeyboardInterrupt:
+    """Ctrl-C ends in one line, also while torch is still being loaded; so does who reads a part of the output only."""
+    if kind is BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is printed when Python ends
+    if kind in (KeyboardInterrupt, BrokenPipeError):
         print("\r\x1b[K" * sys.stderr.isatty() + "harness.py: stopped", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
@@ -345,6 +347,8 @@ def main(argv: list[str]) -> int:
                     if options.json:  # after every row: what is measured is not lost
                         environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
                         write_json(options.json, runs, environment)
+            except BrokenPipeError:  # of the output's reader; those of contenders are told by their workers
+                raise
             except Exception:  # neither the Model's nor the candidate's
                 progress.clear()
                 print(f"The judge itself failed at {pair.name}:", file=sys.stderr)
