@@ -55,3 +55,13 @@ def deterministic():
 def strict_float32(monkeypatch):
     """Eager convolutions may use TF32 by default; the suite promises strict float32 unless the user allows less."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def matmul_tf32():
+    """Allows TF32 in matrix products, or forbids it, and puts back what was set. (The setting is made by __getattr__.
+    The monkeypatch of pytest 9.2 takes it for a new attribute and tries to delete it.)"""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    yield lambda allowed: setattr(matmul, "allow_tf32", allowed)
+    matmul.allow_tf32 = before

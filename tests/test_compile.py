@@ -20,6 +20,8 @@ from cases import (
     converted,
     each,
     first_cases,
+    for_each_file,
+    gpu,
     problem_of,
     solution,
 )
@@ -237,6 +239,21 @@ LARGE = [  # the smallest products that kernels/hopper takes
     Case("linear_instance_norm_residual", "2^30 products", (1024, 1024), ((1024, 1024), (1024, 1024))),
     Case("linear_swish_group_norm", "2^30 products", (1024, 1024, 16, (1024,)), ((1024, 1024),)),
 ]
+
+
+@gpu
+@strict_or_not
+@pytest.mark.parametrize("case", for_each_file(LARGE), ids=str)
+@torch.no_grad()
+def test_exported_with_any_batch(case, strict):
+    """Where the operator takes some batches only, no batch is refused."""
+    _, new, inputs = build(case, "cuda")
+    batch = torch.export.Dim("batch", min=2, max=4096)
+    shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
+    exported = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict).module()
+    for size in (2, 2048):
+        inputs = converted(case.inputs(size), torch.device("cuda"))
+        close(exported(*inputs), new(*inputs), 1e-3)
 
 
 def recorded_calls(stem: str, device) -> list[tuple]:

@@ -203,14 +203,14 @@ def test_two_streams_at_once():
 
 
 @torch.no_grad()
-def test_tf32_accuracy_where_the_user_allows_it(monkeypatch):
+def test_tf32_accuracy_where_the_user_allows_it(monkeypatch, matmul_tf32):
     """The same bits again where it is allowed in convolutions alone."""
     model, new, inputs = build(BENCHMARK, "cuda")
     right = in_float64(model)(inputs[0].double())
     strict = new(*inputs)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    matmul_tf32(True)
     ours, eager = ((module(*inputs).double() - right).abs().max().item() for module in (new, model))
     assert ours <= 2 * eager
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    matmul_tf32(False)
     assert torch.equal(new(*inputs), strict)

@@ -180,8 +180,8 @@ def test_the_tensor_cores_run(case):
 @pytest.mark.parametrize("case", CASES + ODD + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @tf32
-def test_networks_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+def test_networks_are_as_accurate_as_eager(case, dtype, tf32, matmul_tf32):
+    matmul_tf32(tf32)
     assert_as_accurate_as_eager(forward, [build(case, "cuda", dtype)])
 
 
@@ -217,8 +217,8 @@ def ours_eagers_and_right(case: Case, change=lambda x, w: None) -> tuple[dict, d
 @trained
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @tf32
-def test_gradients_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+def test_gradients_are_as_accurate_as_eager(case, dtype, tf32, matmul_tf32):
+    matmul_tf32(tf32)
     assert_as_accurate_as_eager(both_ways, draws(case, "cuda", dtype))
 
 

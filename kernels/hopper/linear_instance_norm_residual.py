@@ -1598,9 +1598,13 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
     """Whether x (m, k) by weight (n, k) is for the operator: the larger products, rows of multiples of 16 bytes."""
     pack = 16 // value_bytes
-    if n % pack != 0 or k % pack != 0:
+    if n % pack != 0 or k % pack != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
         return False
-    return min(m, n, k) >= 128 and max(m, n, k) < 2**24 and m * n * k >= 2**30
+    if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+        return known(m >= 128) and known(m < 2**24) and known(m * n * k >= 2**30)
+    return 128 <= m < 2**24 and m * n * k >= 2**30
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
