@@ -1039,26 +1039,14 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 constexpr int kGroup = 64;  // features of a group, and columns of a slot
 // Neighbouring columns of a row that a thread of the backward has. The largest block, of 512 threads, has 8192.
 constexpr int kThreadColumns = 16;
-// Loads a thread's columns of a row of n, and zeros beyond n.
-__device__ __forceinline__ void load_columns(const float* from, float (&v)[kThreadColumns], int n) {
+// Loads a thread's columns of a row; `from` points to the first.
+template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns]) {
+    constexpr int V = 16 / sizeof(T);
 #pragma unroll
-    for (int i = 0; i < kThreadColumns; i += 4) {
-        const int column = threadIdx.x * kThreadColumns + i;
-        const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
-        v[i] = four.x;
-        v[i + 1] = four.y;
-        v[i + 2] = four.z;
-        v[i + 3] = four.w;
+    for (int i = 0; i < kThreadColumns; i += V) {
+        const auto pack = *reinterpret_cast<const Pack<T, V>*>(from + i);
+        for (int j = 0; j < V; ++j) v[i + j] = to_float(pack.value[j]);
     }
-}
-// For 16-bit types: a thread whose columns lie beyond n reads the row's last columns instead, and its results are never
-// stored. (Zeros, as above, would make group_gradients spill registers.) n is a multiple of kThreadColumns.
-template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns], int n) {
-    const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
-    const auto* at = reinterpret_cast<const Pack<T, 8>*>(from + column);
-    const Pack<T, 8> packs[] = {at[0], at[1]};
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; ++i) v[i] = to_float(packs[i / 8].value[i % 8]);
 }
 template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
     constexpr int V = 16 / sizeof(T);
@@ -1206,11 +1194,13 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
         : "memory");
 }
 // A thread adds up its columns over kTurns rows in registers. Then this function adds these sums to `total`, a row of
-// partials in device memory, and sets them to 0: sums of few terms are rounded less.
+// partials in device memory, and sets them to 0: sums of few terms are rounded less. (Of 16-bit types a thread adds up
+// all its rows: the gradients are rounded to 8 or 11 bits in the end.)
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, int turn) {
     float before[kThreadColumns] = {};
-    if (turn >= kTurns) load_columns(total, before, n);
+    const int column = threadIdx.x * kThreadColumns;
+    if (turn >= kTurns && column < n) load_columns(total + column, before);
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) {
         before[i] += sums[i];
@@ -1233,32 +1223,42 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
 //                    ATen's two products
 //     both           ATen's sum over the blocks' partials[block][4][n]
 //
-// A block owns every gridDim.x-th row, and a thread the same columns of each. Thread 0 starts the copies of h and grad
-// to shared memory, a ring of kRowsAhead stages of a row each.
+// A block owns every gridDim.x-th row, and a thread the same columns of each. A warp has 512 columns, whole groups, and
+// a ring of kRowsAhead stages of its own in shared memory, to which its lane 0 starts the copies of h and grad. Warps
+// wait for each other only where G's row is scaled as a whole, in split_gradient_row.
 constexpr int kRowsAhead = 3;
+constexpr int kWarpColumns = 32 * kThreadColumns;
+template <typename T> struct RowAhead { T h[kWarpColumns], grad[kWarpColumns]; };
 template <typename T, int THREADS, class Scheme>
 __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ extra_bias, const T* __restrict__ gamma,
     float* __restrict__ partials, int rows, int n, float eps, const SplitGradient to, T* __restrict__ whole) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) unsigned char rows_ahead[];
-    T* const ahead = reinterpret_cast<T*>(rows_ahead);  // [kRowsAhead][h, grad][n]
     __shared__ float warp_values[2][THREADS / 32];
-    __shared__ uint64_t full[kRowsAhead];
+    __shared__ uint64_t full[THREADS / 32][kRowsAhead];
     constexpr int kLanes = kGroup / kThreadColumns;  // of a group
     constexpr bool kStoresPieces = !std::is_void_v<Scheme>;
+    const int lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler sees that it is the same for all lanes
+    RowAhead<T>* const ahead = reinterpret_cast<RowAhead<T>*>(rows_ahead) + warp * kRowsAhead;
+    // The thread's first column. A thread whose columns lie beyond n reads the row's last ones, and stores nothing.
+    const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
+    const int warp_column = warp * kWarpColumns;
+    const int columns = min(kWarpColumns, n - warp_column);  // of the warp; 0 or less if it has none
     const auto fetch = [&](int row, int stage) {
-        if (row >= rows) return;
-        mbarrier_expect(&full[stage], 2 * n * sizeof(T));
-        bulk_load(ahead + 2 * stage * n, h + int64_t(row) * n, n * sizeof(T), &full[stage]);
-        bulk_load(ahead + (2 * stage + 1) * n, grad + int64_t(row) * n, n * sizeof(T), &full[stage]);
+        if (lane > 0 || row >= rows || columns <= 0) return;
+        const int64_t first = int64_t(row) * n + warp_column;
+        mbarrier_expect(&full[warp][stage], 2 * columns * sizeof(T));
+        bulk_load(ahead[stage].h, h + first, columns * sizeof(T), &full[warp][stage]);
+        bulk_load(ahead[stage].grad, grad + first, columns * sizeof(T), &full[warp][stage]);
     };
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < kRowsAhead; ++s) mbarrier_init(&full[s], 1);
+    if (lane == 0) {
+        for (int s = 0; s < kRowsAhead; ++s) mbarrier_init(&full[warp][s], 1);
         fence_mbarrier_init();
         for (int s = 0; s < kRowsAhead; ++s) fetch(blockIdx.x + s * gridDim.x, s);
     }
-    __syncthreads();
+    __syncwarp();
     float sums[4][kThreadColumns] = {};  // of G, G_v, grad * z, grad
     int turn = 0;
     for (int row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
@@ -1267,10 +1267,9 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
         float g[kThreadColumns];  // first grad, then d, then G
         float slope[kThreadColumns];
         float vector[kThreadColumns];  // first the other bias, then gamma
-        mbarrier_wait(&full[stage], turn / kRowsAhead & 1);
-        load_columns(ahead + 2 * stage * n, z, n);
-        load_columns(ahead + (2 * stage + 1) * n, g, n);
-        load_columns(extra_bias, vector, n);
+        if (columns > 0) mbarrier_wait(&full[warp][stage], turn / kRowsAhead & 1);
+        load_columns(ahead[stage].h + lane * kThreadColumns, z);
+        load_columns(extra_bias + column, vector);
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
             slope[i] = activation_slope(z[i]);
@@ -1278,7 +1277,8 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
         }
         float scale, shift;
         center_group(z, kLanes, eps, scale, shift);
-        load_columns(gamma, vector, n);
+        load_columns(ahead[stage].grad + lane * kThreadColumns, g);
+        load_columns(gamma + column, vector);
         float mean_d = 0, mean_dz = 0;
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
@@ -1299,19 +1299,21 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
             sums[1][i] += g_v;
         }
         if constexpr (kStoresPieces) {
+            const bool exists = int(threadIdx.x) * kThreadColumns < n;
+#pragma unroll
+            for (int i = 0; i < kThreadColumns; ++i) g[i] = exists ? g[i] : 0;
             split_gradient_row<THREADS, Scheme>(g, row, n, to, warp_values[turn % 2]);
         } else {
             store_columns(whole + int64_t(row) * n, g, n);
-            __syncthreads();
         }
-        // Both branches have a __syncthreads(), so all threads have read the stage, and it may be filled again.
-        if (threadIdx.x == 0) fetch(row + kRowsAhead * int(gridDim.x), stage);
+        __syncwarp();  // all lanes have read the stage, so it may be filled again
+        fetch(row + kRowsAhead * int(gridDim.x), stage);
         const bool is_last = row + gridDim.x >= rows;
-        if (turn % kTurns < kTurns - 1 && !is_last) continue;
+        if ((turn % kTurns < kTurns - 1 || !kStoresPieces) && !is_last) continue;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             float* const total = partials + (int64_t(blockIdx.x) * 4 + q) * n;
-            add_columns(total, sums[q], n, turn);
+            add_columns(total, sums[q], n, kStoresPieces ? turn : 0);
         }
     }
 #endif
@@ -1364,7 +1366,7 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
         if (threads == 256) kernel = group_gradients<T, 256, Scheme>;
         pieces = *to;
     }
-    const unsigned shared = unsigned(kRowsAhead * 2 * n * sizeof(T));
+    const unsigned shared = unsigned(threads / 32 * kRowsAhead * sizeof(RowAhead<T>));
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
     kernel<<<unsigned(blocks), threads, shared, stream>>>(
@@ -1537,7 +1539,8 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
         const int error = swish_group_gradients(kernel_dtype(x, tf32), ready_grad.data_ptr(), ready_h.data_ptr(),
             ready_bias.data_ptr(), ready_gamma.data_ptr(), floats(partials), m, n, float(eps), to,
             split ? nullptr : g.data_ptr(), current_stream());
-        const at::Tensor sums = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble);
+        // In float32 for 16-bit types: ATen would convert all partials to float64 first.
+        const at::Tensor sums = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, split ? at::kDouble : at::kFloat);
         for (int i = 0; i < 4; ++i) {
             if (!needs[i + 2]) continue;
             results[i + 2] = sums.select(0, i).to(x.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
@@ -1680,9 +1683,13 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
     """Whether x (m, k) by weight (n, k) is for the operator: the larger products, rows of multiples of 16 bytes."""
     pack = 16 // value_bytes
-    if n % pack != 0 or k % pack != 0:
+    if n % pack != 0 or k % pack != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
         return False
-    return min(m, n, k) >= 128 and max(m, n, k) < 2**24 and m * n * k >= 2**30
+    if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+        return known(m >= 128) and known(m < 2**24) and known(m * n * k >= 2**30)
+    return 128 <= m < 2**24 and m * n * k >= 2**30
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
