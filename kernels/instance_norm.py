@@ -12,7 +12,8 @@ Mean and variance depend on every value of a slice, so no output can be written 
 every value is used twice. To read it from DRAM only once, the kernels keep the slice on the chip between the two uses.
 The backward keeps the slice of g, too. Where, depends on the size of the slice of x (in brackets: in the backward):
 
-    up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads
+    up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads; slices of up to 256 values
+                                           whose bytes are no multiple of 16 get there through shared memory
     up to 6.9 MiB (4.6) on an H200         in the shared memory of several blocks, which wait for each other's sums
                                            (the benchmark's slices: 1 MiB in float32)
     larger, or where blocks cannot wait    nowhere: the input is read twice, the output written once
@@ -57,18 +58,20 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. The packs that a slice
-// touches are its places, counted from 0. If the number n of its values is not a multiple of V, slices are RAGGED: a
-// slice may begin and end within a pack, whose other values belong to neighbouring slices. Threads load such a pack
-// whole, leave the neighbours' values out of the sums, and store only the slice's own values, one at a time.
+// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. A span is a number of
+// consecutive values of the tensor: a slice, or several slices. Its packs are those that it touches, counted from 0. If
+// the number n of a slice's values is not a multiple of V, spans are RAGGED: they may begin and end within a pack, and
+// its other values are the neighbours'. Threads load such a pack whole, leave the neighbours' values out of the sums,
+// and store only the span's own values, one at a time.
 // Slice 1 of a tensor with slices of 10 float32 values (V = 4); x stands for its values, . for those of its neighbours:
 //
-//      place            0              1              2
-//      pack      [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
+//      pack             0              1              2
+//               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
 //              slice 0 | slice 1                             | slice 2
-//                      head = 2, places = 3, tail = 4, ours(0) = 0b1100
+//                      head = 2, packs = 3, tail = 4, mask(0) = 0b1100
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
+template <typename T> constexpr unsigned kAll = (1u << kPack<T>)-1;  // the mask of a whole pack
 template <typename T> struct alignas(16) Pack { T value[kPack<T>]; };
 template <typename T> __device__ __forceinline__ float value_of(const Pack<T>& pack, int i) {
     return to_float(pack.value[i]);
@@ -78,14 +81,14 @@ __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16>& pack, int i
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
-// The contents of one place of a slice: a pack of x and, in the backward (OPERANDS = 2), also a pack of g.
-template <typename T, int OPERANDS> struct Place { Pack<T> of[OPERANDS]; };
+// A pack of x and, in the backward (OPERANDS = 2), the pack of g at the same place.
+template <typename T, int OPERANDS> struct Packs { Pack<T> of[OPERANDS]; };
 
 template <typename T> struct Task {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
     T* to;             // y, in the backward dx
     int64_t slices, n;  // n: values in a slice
-    double share;  // 1 / n
+    double inverse_n;  // 1 / n
     float eps;
     double* workspace;  // in global memory: the sums that blocks publish to each other
     cudaStream_t stream;
@@ -115,40 +118,37 @@ template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #endif
 }
 
-template <typename T, int OPERANDS, bool RAGGED> struct Slice {
+template <typename T, bool RAGGED> struct Span {
     static constexpr int V = kPack<T>;
-    static constexpr unsigned kAll = (1u << V) - 1;
-    // base: the index in the tensor of place 0's first value. head: how many of place 0's values belong to earlier
-    // slices. tail: how many of the last place's values lie before this slice's end.
+    // base: the index in the tensor of pack 0's first value. head: how many of pack 0's values lie before the span.
+    // tail: how many of the last pack's values lie before the span's end.
     int64_t base = 0;
-    int head = 0, places = 0, tail = V;
+    int head = 0, packs = 0, tail = V;
 
-    Slice() = default;
-    // Past the last slice places is 0: the thread then loads and stores nothing, but joins every shuffle and barrier.
-    __device__ Slice(const Task<T>& task, int64_t index) {
-        if (index >= task.slices) return;
-        const int64_t begin = index * task.n;
+    Span() = default;
+    // The values of `count` slices, or of fewer where the tensor ends. Past its end there are no packs.
+    __device__ Span(const Task<T>& task, int64_t slice, int count = 1) {
+        if (slice >= task.slices) return;
+        const int64_t begin = slice * task.n;
+        const int64_t values = (task.slices - slice < count ? task.slices - slice : count) * task.n;
         if (RAGGED) head = int(uint64_t(begin) % V);
         base = begin - head;
-        places = int((head + task.n + V - 1) / V);
-        if (RAGGED) tail = int(uint64_t(head + task.n - 1) % V) + 1;
+        packs = int((head + values + V - 1) / V);
+        if (RAGGED) tail = int(uint64_t(head + values - 1) % V) + 1;
     }
-    // Bit i: whether value i of place p is this slice's.
-    __device__ unsigned ours(int p) const {
-        if (!RAGGED) return kAll;
-        const unsigned from_head = p == 0 ? kAll << head : kAll;
-        const unsigned to_tail = p == places - 1 ? kAll >> (V - tail) : kAll;
-        return from_head & to_tail & kAll;
+    // Bit i: whether value i of pack p is the span's.
+    __device__ unsigned mask(int p) const {
+        if (!RAGGED) return kAll<T>;
+        const unsigned from_head = p == 0 ? kAll<T> << head : kAll<T>;
+        const unsigned to_tail = p == packs - 1 ? kAll<T> >> (V - tail) : kAll<T>;
+        return from_head & to_tail & kAll<T>;
     }
-    __device__ float first_value(const Task<T>& task, int o) const {
-        return places > 0 ? to_float(task.from[o][base + head]) : 0;
-    }
-
-    template <bool ASYNC = false> __device__ void load(const Task<T>& task, Pack<T>& to, int o, int p) const {
+    // Pack p of operand o. ASYNC: begins to copy it to shared memory.
+    template <bool ASYNC> __device__ void load(const Task<T>& task, Pack<T>& to, int o, int p) const {
         const int64_t at = base + int64_t(p) * V;
         const T* const from = task.from[o] + at;
         if (RAGGED && at + V > task.slices * task.n) {
-            // The tensor ends inside this pack: load only the values that exist. ours() masks the others.
+            // The tensor ends inside this pack: load only the values that exist. The others are masked.
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 if (at + i < task.slices * task.n) to.value[i] = from[i];
@@ -161,21 +161,21 @@ template <typename T, int OPERANDS, bool RAGGED> struct Slice {
     }
     __device__ void store(const Task<T>& task, const Pack<T>& pack, int p) const {
         T* const to = task.to + base + int64_t(p) * V;
-        const unsigned ours = this->ours(p);
-        if (ours == kAll) {
+        const unsigned mask = this->mask(p);
+        if (mask == kAll<T>) {
             *reinterpret_cast<Pack<T>*>(to) = pack;
             return;
         }
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            if (ours >> i & 1) to[i] = pack.value[i];
+            if (mask >> i & 1) to[i] = pack.value[i];
         }
     }
 };
 
 // Makes the compiler believe that the packs changed, by empty assembly. Otherwise it would keep their values, converted
 // to float, from the sums until the output. There are too few registers for that, so it would spill them.
-template <typename T, int OPERANDS, int N> __device__ __forceinline__ void hide(Place<T, OPERANDS> (&held)[N]) {
+template <typename T, int OPERANDS, int N> __device__ __forceinline__ void make_opaque(Packs<T, OPERANDS> (&held)[N]) {
     uint4* const words = reinterpret_cast<uint4*>(held);
 #pragma unroll
     for (int i = 0; i < N * OPERANDS; ++i) {
@@ -184,59 +184,59 @@ template <typename T, int OPERANDS, int N> __device__ __forceinline__ void hide(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e, where
-// d = x - a and e = g - b. The floats a and b are near the values of x and g. So d and e are small, and subtracting the
-// means later loses little precision, even where x is 10000 + noise.
+// Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e, where d =
+// x - a and e = g - b. The floats a and b, the shifts, are near the values of x and g. So d and e are small, and
+// subtracting the means later loses little precision, even where x is 10000 + noise.
 
-// Adds one place to the thread's sums of d, d * d and, in the backward, e and d * e. If RAGGED, bit i of `ours` says
-// whether value i is the slice's. Otherwise all values are, or none if `ours` is 0. The values of a pack are added to
-// each other first, and then once to `sum`, so that fewer roundings follow each other.
+// Adds the values of a pack of each operand to the thread's sums of d, d * d and, in the backward, e and d * e. If
+// RAGGED, bit i of `mask` says whether value i is the slice's. Otherwise all values are, or none if `mask` is 0. They
+// are added to each other first, and then once to `sum`, so that fewer roundings follow each other.
 template <bool RAGGED, typename T, int OPERANDS> __device__ __forceinline__ void add_products(
-    float* sum, const Place<T, OPERANDS>& place, unsigned ours, const float (&centre)[OPERANDS]) {
+    float* sum, const Packs<T, OPERANDS>& packs, unsigned mask, const float (&shift)[OPERANDS]) {
     float some[2 * OPERANDS] = {};
 #pragma unroll
     for (int i = 0; i < kPack<T>; ++i) {
-        if (RAGGED && !(ours >> i & 1)) continue;
-        const float d = value_of(place.of[0], i) - centre[0];
+        if (RAGGED && !(mask >> i & 1)) continue;
+        const float d = value_of(packs.of[0], i) - shift[0];
         some[0] += d;
         some[1] = fmaf(d, d, some[1]);
         if constexpr (OPERANDS == 2) {
-            const float e = value_of(place.of[1], i) - centre[1];
+            const float e = value_of(packs.of[1], i) - shift[1];
             some[2] += e;
             some[3] = fmaf(d, e, some[3]);
         }
     }
 #pragma unroll
-    for (int k = 0; k < 2 * OPERANDS; ++k) sum[k] += RAGGED || ours != 0 ? some[k] : 0;
+    for (int k = 0; k < 2 * OPERANDS; ++k) sum[k] += RAGGED || mask != 0 ? some[k] : 0;
 }
 
-// What turns values into outputs, computed from a slice's sums. A mean is kept in two floats: one near it (centre[0]
-// for x, centre[1] for g) and a small remainder (x_lo, g_lo). Near the mean x - centre[0] is nearly exact.
-//     y  = (x - centre[0]) * rstd + rest                                    rest = -x_lo * rstd
-//     dx = ((g - centre[1]) - (x - centre[0]) * slope + rest) * rstd        rest = x_lo * slope - g_lo
+// What turns values into outputs, computed from a slice's sums. mean[0], of x, and mean[1], of g, are the exact means
+// rounded to float, and each exact mean is that plus its `error`. Near the mean x - mean[0] is nearly exact.
+//     y  = (x - mean[0]) * rstd + offset                                offset = -x_error * rstd
+//     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = x_error * slope - g_error
 // with slope = rstd^2 * covariance, which the forward does not set.
 template <int OPERANDS> struct Norm {
-    float centre[OPERANDS], rstd, slope, rest;
+    float mean[OPERANDS], rstd, slope, offset;
 
-    __device__ void set(float x_lo, float g_lo, float variance, float covariance, float eps) {
+    __device__ void set(float x_error, float g_error, float variance, float covariance, float eps) {
         rstd = rsqrtf((variance < 0 ? 0 : variance) + eps);  // not fmaxf, which would drop a NaN
         if constexpr (OPERANDS == 1) {
-            rest = -x_lo * rstd;
+            offset = -x_error * rstd;
         } else {
             slope = rstd * rstd * covariance;
-            rest = x_lo * slope - g_lo;
+            offset = x_error * slope - g_error;
         }
     }
-    template <typename T> __device__ Pack<T> operator()(const Place<T, OPERANDS>& place) const {
+    template <typename T> __device__ Pack<T> operator()(const Packs<T, OPERANDS>& packs) const {
         Pack<T> out;
 #pragma unroll
         for (int i = 0; i < kPack<T>; ++i) {
-            const float d = value_of(place.of[0], i) - centre[0];
+            const float d = value_of(packs.of[0], i) - mean[0];
             if constexpr (OPERANDS == 1) {
-                out.value[i] = from_float<T>(fmaf(d, rstd, rest));
+                out.value[i] = from_float<T>(fmaf(d, rstd, offset));
             } else {
-                const float e = value_of(place.of[1], i) - centre[1];
-                out.value[i] = from_float<T>(fmaf(d, -slope, e + rest) * rstd);
+                const float e = value_of(packs.of[1], i) - mean[1];
+                out.value[i] = from_float<T>(fmaf(d, -slope, e + offset) * rstd);
             }
         }
         return out;
@@ -244,14 +244,29 @@ template <int OPERANDS> struct Norm {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Small slices, of up to 4096 places (backward 2048), are held in the registers of a group of 1 to 512 threads, a power
-// of two. A thread holds ITEMS places of each of SLICES slices: four or eight places of one slice or, where slices have
-// up to 16 places, one place of each of two slices, so that enough bytes are in flight however small the slices are.
-// After the load all is computed from the registers, in float, in three sweeps. The first adds up the differences from
-// the slice's first value: their mean, added to that value, is the slice's mean. The second gives the sums around this
-// mean. There the sum of d would be 0 but for rounding, so it tells the mean's error. The third stores the output.
+// Small slices, of up to 4096 packs (backward 2048), are held in the registers of a group of 1 to 512 threads, a power
+// of two. There all is computed in float, in three sweeps. The first adds up the differences from the slice's first
+// value: their mean, added to that value, is the slice's mean. The second gives the sums around this mean. There the
+// sum of d would be 0 but for rounding, so it tells the mean's error. The third computes the output.
+//
+// norm_in_registers: a thread holds ITEMS packs of each of SLICES slices: four or eight packs of one slice or, where
+// slices have up to 16 packs, one pack of each of two slices, so that enough bytes are in flight however small the
+// slices are.
+//
+// norm_in_runs: ragged slices of up to 256 values have few packs that are theirs alone. A block takes consecutive
+// slices, one for each of its groups. Their values, its run, are contiguous in memory:
+//
+//      global memory    | slice 0 | slice 1 | slice 2 | ...      the run, in packs, whole but for its two ends
+//            |            copied by all threads, pack by pack
+//      shared memory    | slice 0 | slice 1 | slice 2 | ...      thread m of a group has values m * most, ...,
+//            |            taken value by value                   m * most + most - 1 of its slice
+//      registers          group 0   group 1   group 2
+//
+// The output goes the same way back, through the same shared memory. So global memory is read and written 16 bytes at a
+// time, wherever slices begin (bfloat16 slices of 7 x 7: 0.52 of norm_in_registers' time, backward 0.66).
 
 constexpr int kMaxGroup = 512;
+constexpr int kLargestInRuns = 256;  // values of a slice
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All of them get the same bits, since in
 // every step two lanes exchange their values, and a + b = b + a.
@@ -262,11 +277,11 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
     }
 }
 // The same over a group of whole warps; all threads of the block call it. Lane 0 of each warp stores the warp's sums;
-// after the barrier every thread adds up those of its group's warps, the first of which is `first`. A kernel may call
-// this once for each COUNT, which has its own of_warp: a second call could overwrite what a slow warp still reads.
+// after the barrier every thread adds up those of its group's warps. A kernel may call this once for each COUNT, which
+// has its own of_warp: a second call could overwrite what a slow warp still reads.
 template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int group) {
     __shared__ float of_warp[kMaxGroup / 32][COUNT];
-    const int warps = group / 32, first = (threadIdx.x & -group) / 32;
+    const int warps = group / 32, first_warp = (threadIdx.x & -group) / 32;
     add_over_lanes(value, 32);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -274,8 +289,51 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) value[k] = of_warp[first + threadIdx.x % warps][k];
+    for (int k = 0; k < COUNT; ++k) value[k] = of_warp[first_warp + threadIdx.x % warps][k];
     add_over_lanes(value, warps);
+}
+
+// Computes the Norms of SLICES slices that a group's threads hold. each(use) calls use(s, i, mask) for each pack i that
+// the thread holds of its s-th slice. On entry norm[s].mean has the slice's first values.
+template <bool RAGGED, typename T, int OPERANDS, int SLICES, int ITEMS, typename Each>
+__device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<T, OPERANDS> (&held)[SLICES][ITEMS],
+    const Each& each, const Task<T>& task, int group) {
+    constexpr int kSums = 2 * OPERANDS;
+    const float inverse_n = float(task.inverse_n);
+    const auto add_over_group = [&](auto& sum) {
+        if (SLICES > 1 || group <= 32) add_over_lanes(sum, group);
+        else add_over_warps(sum, group);
+    };
+    float around_first[SLICES * kSums] = {};  // only the sums of d and e are used: the compiler drops the others
+    each([&](int s, int i, unsigned mask) {
+        add_products<RAGGED>(around_first + s * kSums, held[s][i], mask, norm[s].mean);
+    });
+    float difference[SLICES * OPERANDS];  // from the first values to the means
+#pragma unroll
+    for (int k = 0; k < SLICES * OPERANDS; ++k) difference[k] = around_first[2 * k] * inverse_n;
+    add_over_group(difference);
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) norm[s].mean[o] += difference[s * OPERANDS + o];
+        if (ITEMS > 1) make_opaque(held[s]);
+    }
+    float sum[SLICES * kSums] = {};
+    each([&](int s, int i, unsigned mask) { add_products<RAGGED>(sum + s * kSums, held[s][i], mask, norm[s].mean); });
+#pragma unroll
+    for (int k = 1; k < SLICES * kSums; k += 2)
+        sum[k] *= inverse_n;  // d * d and d * e are divided by n before the group adds them: their total could overflow
+    add_over_group(sum);
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+        const float* const of = sum + s * kSums;  // d, d * d, e, d * e
+        // The sums of d and e are divided by n only now: had each thread divided its own sum, those of the smallest
+        // floats would have been rounded to 0. If a sum is not finite (a NaN, too), the mean's error counts as 0.
+        const auto error = [&](int k) { return fabsf(of[k]) < INFINITY ? of[k] * inverse_n : 0; };
+        const float x_error = error(0), g_error = error(kSums - 2);
+        norm[s].set(x_error, g_error, of[1] - x_error * x_error, of[kSums - 1] - x_error * g_error, task.eps);
+        if (ITEMS > 1) make_opaque(held[s]);
+    }
 }
 
 // The bounds let a thread have 64 of an SM's 65536 registers, so that 1024 threads fit; forward, where slices are tiny
@@ -283,176 +341,221 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
 template <typename T, int OPERANDS, int SLICES, int ITEMS, bool RAGGED>
 __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     norm_in_registers(const Task<T> task, int log_group) {
-    constexpr int SUMS = 2 * OPERANDS;
-    // groups: how many the block has. member: the thread's number in its group. Its slices: first, first + groups.
+    // groups: how many the block has. member: the thread's number in its group, which has the slices first_slice and
+    // first_slice + groups.
     const int group = 1 << log_group, groups = blockDim.x >> log_group, member = threadIdx.x & (group - 1);
-    const int64_t first = int64_t(blockIdx.x) * groups * SLICES + (threadIdx.x >> log_group);
-    Place<T, OPERANDS> held[SLICES][ITEMS];
+    const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES + (threadIdx.x >> log_group);
+    const auto span = [&](int s) { return Span<T, RAGGED>(task, first_slice + s * groups); };
+    Packs<T, OPERANDS> held[SLICES][ITEMS];
     Norm<OPERANDS> norm[SLICES];
-    // Calls use(slice, s, place, p, exists) for each place p that the thread holds of its s-th slice. Past the slice's
-    // end it calls use only for slices of whole packs with one place a thread, exists being false: without branches the
-    // compiler reuses what it has computed (bfloat16 slices of 8 x 8: 0.93 of the time, backward 0.76).
+    // Calls use(s, i, mask) for each pack i that the thread holds of its s-th slice. Past the slice's end it calls use
+    // only for slices of whole packs with one pack a thread, with a mask of 0: without branches the compiler reuses
+    // what it has computed (bfloat16 slices of 8 x 8: 0.93 of the time, backward 0.76).
     const auto each = [&](const auto& use) {
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
-            const Slice<T, OPERANDS, RAGGED> slice(task, first + s * groups);
+            const Span<T, RAGGED> slice = span(s);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const int p = member + i * group;
-                const bool exists = p < slice.places;
-                if ((ITEMS == 1 && !RAGGED) || exists) use(slice, s, held[s][i], p, exists);
+                const bool exists = p < slice.packs;
+                if ((ITEMS == 1 && !RAGGED) || exists) use(s, i, exists ? slice.mask(p) : 0);
             }
         }
     };
-    const float share = float(task.share);
-    const auto add_over_group = [&](auto& sum) {
-        if (SLICES > 1 || group <= 32) add_over_lanes(sum, group);
-        else add_over_warps(sum, group);
-    };
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-        const Slice<T, OPERANDS, RAGGED> slice(task, first + s * groups);
-#pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) norm[s].centre[o] = slice.first_value(task, o);
-    }
-    each([&](const auto& slice, int, auto& place, int p, bool exists) {
+        const Span<T, RAGGED> slice = span(s);
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
-            if (exists) slice.load(task, place.of[o], o, p);
+            norm[s].mean[o] = slice.packs > 0 ? to_float(task.from[o][slice.base + slice.head]) : 0;
+        }
+    }
+    each([&](int s, int i, unsigned mask) {
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) {
+            if (RAGGED || mask != 0) span(s).template load<false>(task, held[s][i].of[o], o, member + i * group);
         }
     });
-    float around_first[SLICES * SUMS] = {};  // only the sums of d and e are used: the compiler drops the others
-    each([&](const auto& slice, int s, const auto& place, int p, bool exists) {
-        add_products<RAGGED>(around_first + s * SUMS, place, exists ? slice.ours(p) : 0, norm[s].centre);
-    });
-    float shift[SLICES * OPERANDS];
-#pragma unroll
-    for (int k = 0; k < SLICES * OPERANDS; ++k) shift[k] = around_first[2 * k] * share;
-    add_over_group(shift);
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-#pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) norm[s].centre[o] += shift[s * OPERANDS + o];
-        if (ITEMS > 1) hide(held[s]);
-    }
-    float sum[SLICES * SUMS] = {};
-    each([&](const auto& slice, int s, const auto& place, int p, bool exists) {
-        add_products<RAGGED>(sum + s * SUMS, place, exists ? slice.ours(p) : 0, norm[s].centre);
-    });
-#pragma unroll
-    for (int k = 1; k < SLICES * SUMS; k += 2)
-        sum[k] *= share;  // d * d and d * e are divided by n before the group adds them up: their total could overflow
-    add_over_group(sum);
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-        const float* const of = sum + s * SUMS;  // d, d * d, e, d * e
-        // The sums of d and e are divided by n only now: had each thread divided its own sum, those of the smallest
-        // floats would have been rounded to 0. If a sum is not finite (a NaN, too), its mean counts as 0.
-        const auto mean = [&](int k) { return fabsf(of[k]) < INFINITY ? of[k] * share : 0; };
-        const float x_lo = mean(0), g_lo = mean(SUMS - 2);
-        norm[s].set(x_lo, g_lo, of[1] - x_lo * x_lo, of[SUMS - 1] - x_lo * g_lo, task.eps);
-        if (ITEMS > 1) hide(held[s]);
-    }
-    each([&](const auto& slice, int s, const auto& place, int p, bool exists) {
-        if (exists) slice.store(task, norm[s](place), p);
+    set_norms<RAGGED>(norm, held, each, task, group);
+    each([&](int s, int i, unsigned mask) {
+        if (mask != 0) span(s).store(task, norm[s](held[s][i]), member + i * group);
     });
 }
 
+// The values that a thread of norm_in_runs reads from shared memory, or writes to it, at once.
+template <typename T, int UNIT> struct alignas(UNIT * sizeof(T)) Unit { T value[UNIT]; };
+
+// most: of a thread's values, an odd number of units, so that lanes read different banks.
+template <typename T, int OPERANDS, int UNIT>
+__global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task, int log_group, int most) {
+    constexpr int V = kPack<T>, ITEMS = 8 / OPERANDS;
+    // index: of the thread's group in the block, and of its slice in the run. member: the thread's number in its group.
+    const int groups = blockDim.x >> log_group, index = threadIdx.x >> log_group;
+    const int member = threadIdx.x & ((1 << log_group) - 1), n = int(task.n);
+    const int64_t first_slice = int64_t(blockIdx.x) * groups;
+    const bool exists = first_slice + index < task.slices;
+    const Span<T, true> run(task, first_slice, groups);
+    extern __shared__ uint4 shared[];  // the run of x and, in the backward, the run of g
+    Pack<T>* const packs = reinterpret_cast<Pack<T>*>(shared);
+    const int inside = int(min(int64_t(run.packs), (task.slices * task.n - run.base) / V));  // whole in the tensor
+#pragma unroll
+    for (int o = 0; o < OPERANDS; ++o) {
+        Pack<T>* const to = packs + o * run.packs;
+        const Pack<T>* const from = reinterpret_cast<const Pack<T>*>(task.from[o] + run.base);
+        for (int p = threadIdx.x; p < inside; p += blockDim.x) copy_async(to + p, from + p);
+        if (threadIdx.x == 0 && inside < run.packs) run.template load<true>(task, to[inside], o, inside);
+    }
+    end_group_and_wait<0>();
+    __syncthreads();
+
+    // The thread's slice of operand o, and the values of it that are the thread's: bit k of `valid` says whether the
+    // k-th is. It reads whole packs, so it may also read what is beyond its values.
+    const auto slice = [&](int o) { return packs[o * run.packs].value + run.head + index * n; };
+    const int first = member * most, count = exists ? max(min(n - first, most), 0) : 0;
+    const uint64_t valid = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    Packs<T, OPERANDS> held[1][ITEMS] = {};
+    Norm<OPERANDS> norm[1];
+    const auto each = [&](const auto& use) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (i * V < most) use(0, i, unsigned(valid >> (i * V)) & kAll<T>);
+        }
+    };
+#pragma unroll
+    for (int o = 0; o < OPERANDS; ++o) norm[0].mean[o] = exists ? to_float(slice(o)[0]) : 0;
+    each([&](int, int i, unsigned) {
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) {
+#pragma unroll
+            for (int j = 0; j < V; j += UNIT) {
+                reinterpret_cast<Unit<T, UNIT>&>(held[0][i].of[o].value[j]) =
+                    *reinterpret_cast<const Unit<T, UNIT>*>(slice(o) + first + i * V + j);
+            }
+        }
+    });
+    __syncthreads();  // before any thread stores its output over what another one reads
+    make_opaque(held[0]);
+    set_norms<true>(norm, held, each, task, 1 << log_group);
+    each([&](int, int i, unsigned mask) {
+        const Pack<T> out = norm[0](held[0][i]);
+#pragma unroll
+        for (int j = 0; j < V; j += UNIT) {
+            if (mask >> j & 1) {
+                *reinterpret_cast<Unit<T, UNIT>*>(slice(0) + first + i * V + j) =
+                    reinterpret_cast<const Unit<T, UNIT>&>(out.value[j]);
+            }
+        }
+    });
+    __syncthreads();
+    Pack<T>* const to = reinterpret_cast<Pack<T>*>(task.to + run.base);
+    for (int p = threadIdx.x; p < run.packs; p += blockDim.x) {
+        if (run.mask(p) == kAll<T>) to[p] = packs[p];
+        else run.store(task, packs[p], p);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
-// Larger slices are cut into parts. A block copies a part to its shared memory, and keeps it there until it has written
-// the output. The parts of all slices, one after the other, are the pieces. A block takes one in each round:
+// Larger slices are cut into tiles. A block copies a tile to its shared memory, and keeps it there until it has written
+// the output. The tiles of all slices are numbered, one slice after the other. A block takes one in each round:
 //
-//      piece   0   1   2   3   4   5   6   7   8  ...      piece = slice * parts + part; here 3 parts
-//      slice   0   0   0   1   1   1   2   2   2           block b takes pieces b, b + gridDim.x, ...: one in a round
+//      tile    0   1   2   3   4   5   6   7   8  ...      tile = slice * count + index; here a slice has 3 tiles
+//      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...: one in a round
 //
-//      3 buffers       round 0     1         2         3         4         5
-//      1st piece       arrives   summed     waits    written                            A piece arrives in the buffer
-//      2nd piece                 arrives   summed     waits    written                  from which another piece is
-//      3rd piece                           arrives   summed     waits    written        written in the same round.
+//      3 buffers      round 0     1         2         3         4         5
+//      1st tile       arrives   summed     waits    written                            A tile arrives in the buffer
+//      2nd tile                 arrives   summed     waits    written                  from which another tile is
+//      3rd tile                           arrives   summed     waits    written        written in the same round.
 //
-// A block's last warp is its clerk, the others are workers. Each worker warp has kItems * 32 places of every piece, and
-// each lane every 32nd of them. In a round it goes over these places once. At each place a worker thread
-//   1. reads the piece that is summed from shared memory, and adds its values to the thread's sums;
-//   2. reads the piece that is written from shared memory, and writes its output to global memory;
-//   3. begins to copy the piece that arrives from global memory to where step 2 has read;
-//   4. waits until the next place of the piece that is summed is there: it began that copy a round before.
-// Meanwhile the clerk reads the workspace until it has the sums of all parts of the slice whose piece waits, and is
+// A block's last warp is its reducer, the others are workers. Each worker warp has kItems * 32 packs of every tile, and
+// each lane every 32nd of them. In a round it goes over these packs once. At each of them a worker thread
+//   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
+//   2. reads the tile that is written from shared memory, and writes its output to global memory;
+//   3. begins to copy the tile that arrives from global memory to where step 2 has read;
+//   4. waits until its next pack of the tile that is summed is there: it began that copy a round before.
+// Meanwhile the reducer reads the workspace until it has the sums of all tiles of the slice whose tile waits, and is
 // written in the next round. From them it computes a Norm, and stores it in shared memory for the workers. A barrier
-// ends the round. Then the clerk adds up the warps' sums of the piece that was summed, and publishes the totals: it
+// ends the round. Then the reducer adds up the warps' sums of the tile that was summed, and publishes the totals: it
 // stores them in the slice's section of the workspace, which begins on a 128-byte line.
 //
 // So between its sums and its output a block has a round of other work (two with 4 buffers), and does no worse if some
-// blocks are late. And copies and stores mix evenly. An earlier version kept a piece in registers, summed it, waited
+// blocks are late. And copies and stores mix evenly. An earlier version kept a tile in registers, summed it, waited
 // and wrote it before it took the next. This one takes 0.84 of its time, backward 0.80 to 0.83 (H200).
 //
-// No block waits forever. All blocks are resident (a cooperative launch). A slice has no more parts than there are
-// blocks, so a block has at most one part of it. A block takes its pieces in ascending order. Now take the first slice
-// whose sums are not all published. Before a block that still owes its part's sums publishes them, it waits only for
+// No block waits forever. All blocks are resident (a cooperative launch). A slice has no more tiles than there are
+// blocks, so a block has at most one tile of it. A block takes its tiles in ascending order. Now take the first slice
+// whose sums are not all published. Before a block that still owes its tile's sums publishes them, it waits only for
 // earlier slices, and their sums are all published. So it will publish its own.
 // The workspace needs no flags and no fences: every word of it is kEmpty until a sum is written there, in one store of
 // 64 bits, so a word that is not kEmpty is the sum.
-// Blocks cannot wait if a slice has more parts than blocks are resident, or if the cooperative launch is refused (see
-// launch_many). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The second
-// one does all that is said above: it publishes the same bits again, and finds all sums published.
+// Blocks cannot wait if a slice has more tiles than blocks are resident, or if the cooperative launch is refused (see
+// launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The
+// second one does all that is said above: it publishes the same bits again, and finds all sums published.
 
 // The packs of each operand that a worker thread has in one buffer. In all buffers together it has 24 packs, 384 bytes.
 template <int OPERANDS, int BUFFERS> constexpr int kItems = 24 / OPERANDS / BUFFERS;
-// The clerk, and 18 warps of workers. Each of these has 32 * 384 bytes, 12 KiB, of shared memory, of which a block can
-// have 227 KiB on 9.0 and 10.0.
+// The reducer, and 18 warps of workers. Each of these has 32 * 384 bytes, 12 KiB, of shared memory, of which a block
+// can have 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits set: as a double a NaN, which is never published
-struct Parts {
-    // count: parts of a slice. places: of each part. stride: doubles from one slice's sums to the next slice's.
-    int count, places, stride;
+struct Tiling {
+    // count: tiles of a slice. packs: of each tile. stride: doubles from one slice's sums to the next slice's.
+    int count, packs, stride;
 };
 
-// A warp adds up in float, around its pivot: the median of three of its values, so that a single outlier is not chosen.
-// Pivots differ, so it then converts its sums, in double, to sums of differences from the anchor, the slice's first
-// value. These are added over all warps and parts, always in one order. The anchor is one of the n values, so the sum
-// of d * d is at most n times that around the mean: to subtract the mean's part costs at most log2(n) of 53 bits.
+// A warp adds up in float, around its shift: the median of three of its values, so that a single outlier is not chosen.
+// Warps' shifts differ, so it then converts its sums, in double, to sums of differences from the slice's first value.
+// These are added over all warps and tiles, always in one order. The first value is one of the n values, so the sum of
+// d * d is at most n times that around the mean: to subtract the mean's part costs at most log2(n) of 53 bits.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
-    float pivot[OPERANDS];
+    float shift[OPERANDS];
     float of[2 * OPERANDS + 1] = {};  // d, d * d, e, d * e, and the number of values
 
-    // place: the lane's first one. ours: which of its values are the slice's; 0 if the lane has no place.
-    __device__ void choose_pivot(const Place<T, OPERANDS>& place, unsigned ours) {
+    // packs: the lane's first ones. mask: which of their values are the slice's; 0 if the lane has none.
+    __device__ void choose_shift(const Packs<T, OPERANDS>& packs, unsigned mask) {
         constexpr int V = kPack<T>;
-        // Lane 1 chooses, or lane 0 if lane 1 has no place. Lane 0 may have the slice's first place, with only one
-        // value of the slice, perhaps an outlier. In all other places value 0 is the slice's.
-        const int lane = __ballot_sync(~0u, ours != 0) & 2 ? 1 : 0;
+        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may have the slice's first pack, with only one value
+        // of the slice, perhaps an outlier. In all other packs value 0 is the slice's.
+        const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
-            const auto value = [&](int i) { return value_of(place.of[o], i); };
-            float own = ours == 0 ? 0 : value(0);
-            if (ours == (1u << V) - 1) own = median(value(0), value(V / 2), value(V - 1));
-            pivot[o] = __shfl_sync(~0u, own, lane);
+            const auto value = [&](int i) { return value_of(packs.of[o], i); };
+            float own = mask == 0 ? 0 : value(0);
+            if (mask == kAll<T>) own = median(value(0), value(V / 2), value(V - 1));
+            shift[o] = __shfl_sync(~0u, own, lane);
         }
     }
-    __device__ void add(const Place<T, OPERANDS>& place, unsigned ours) {
-        add_products<RAGGED>(of, place, ours, pivot);
-        of[2 * OPERANDS] += __popc(ours);
+    __device__ void add(const Packs<T, OPERANDS>& packs, unsigned mask) {
+        add_products<RAGGED>(of, packs, mask, shift);
+        of[2 * OPERANDS] += __popc(mask);
     }
-    // Adds up the lanes' sums. Lane 0 converts the totals to sums around the anchor, and stores them.
-    __device__ void store(double* to, const float (&anchor)[OPERANDS]) {
+    // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them.
+    __device__ void store(double* to, const T (&first_value)[OPERANDS]) {
         add_over_lanes(of, 32);
         if (threadIdx.x % 32 != 0) return;
-        // x and g are the distances from anchor to pivot: sum (d + x)^2 = sum d^2 + 2 * x * sum d + count * x^2.
-        const double x = double(pivot[0]) - anchor[0];
+        // x and g are the distances from first value to shift: sum (d + x)^2 = sum d^2 + 2 * x * sum d + count * x^2.
+        const double x = double(shift[0]) - to_float(first_value[0]);
         const double count = of[2 * OPERANDS];
         to[0] = of[0] + count * x;
         to[1] = of[1] + x * (2.0 * of[0] + count * x);
         if constexpr (OPERANDS == 2) {
-            const double g = double(pivot[1]) - anchor[1];
+            const double g = double(shift[1]) - to_float(first_value[1]);
             to[2] = of[2] + count * g;
             to[3] = of[3] + x * of[2] + g * to[0];
         }
     }
 };
 
-// A warp adds up the published sums of `count` parts, COMPONENTS words each. Lane l returns the total of component l %
+// Adds up a value over every COMPONENTS-th lane of a warp. All of these lanes get the same bits.
+template <int COMPONENTS> __device__ double add_components(double value) {
+#pragma unroll
+    for (int offset = 16; offset >= COMPONENTS; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    return value;
+}
+// A warp adds up the published sums of `count` tiles, COMPONENTS words each. Lane l returns the total of component l %
 // COMPONENTS. Each lane reads its words again and again until none of them is kEmpty.
 template <int COMPONENTS> __device__ double add_published(const double* from, int count) {
     constexpr int kAtOnce = 8;  // words that a lane reads before it looks at the first
@@ -474,121 +577,122 @@ template <int COMPONENTS> __device__ double add_published(const double* from, in
         for (int k = 0; k < kAtOnce; ++k) total += word[k];
     }
     __syncwarp();
-#pragma unroll
-    for (int offset = 16; offset >= COMPONENTS; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
-    return total;
+    return add_components<COMPONENTS>(total);
 }
 
+// sums: of the whole slice, around its first values.
 template <typename T, int OPERANDS> __device__ __forceinline__ Norm<OPERANDS> norm_of(
-    const double (&sums)[2 * OPERANDS], const float (&anchor)[OPERANDS], const Task<T>& task) {
+    const double (&sums)[2 * OPERANDS], const T (&first_value)[OPERANDS], const Task<T>& task) {
     Norm<OPERANDS> norm;
-    double shift[OPERANDS];
-    float lo[OPERANDS];
+    double difference[OPERANDS];  // from the first value to the mean
+    float error[OPERANDS];
 #pragma unroll
     for (int o = 0; o < OPERANDS; ++o) {
-        shift[o] = sums[2 * o] * task.share;
-        norm.centre[o] = float(anchor[o] + shift[o]);
-        lo[o] = float(anchor[o] + shift[o] - norm.centre[o]);
+        difference[o] = sums[2 * o] * task.inverse_n;
+        const double mean = to_float(first_value[o]) + difference[o];
+        norm.mean[o] = float(mean);
+        error[o] = float(mean - norm.mean[o]);
     }
-    const double variance = (sums[1] - sums[0] * shift[0]) * task.share;
+    const double variance = (sums[1] - sums[0] * difference[0]) * task.inverse_n;
     double covariance = 0;
-    if constexpr (OPERANDS == 2) covariance = (sums[3] - sums[0] * shift[1]) * task.share;
-    norm.set(lo[0], lo[OPERANDS - 1], float(variance), float(covariance), task.eps);
+    if constexpr (OPERANDS == 2) covariance = (sums[3] - sums[0] * difference[1]) * task.inverse_n;
+    norm.set(error[0], error[OPERANDS - 1], float(variance), float(covariance), task.eps);
     return norm;
 }
 
-// Part `part` of slice `index`. A thread has the places first, first + 32, ... below `end`. index is -1: no piece.
-template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Piece {
-    int index = -1, part = 0, first = 0, end = 0;
-    Slice<T, OPERANDS, RAGGED> slice;
-    float anchor[OPERANDS] = {};
+// Tile `index` of a slice. A thread has the packs first, first + 32, ... below `end`. slice is -1: no tile.
+template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
+    int slice = -1, index = 0, first = 0, end = 0;
+    Span<T, RAGGED> span;  // the whole slice
+    // In their own type: to convert them here would be to wait for them in every round, which took 1.03 times as long
+    // (bfloat16, backward; slices of 40 KiB: 1.2).
+    T first_value[OPERANDS] = {};
 
-    Piece() = default;
-    __device__ Piece(const Task<T>& task, const Parts& parts, int piece) {
-        if (piece >= int(task.slices) * parts.count) return;
-        index = piece / parts.count;
-        part = piece % parts.count;
-        slice = Slice<T, OPERANDS, RAGGED>(task, index);
-        const int begin = part * parts.places;
-        first = begin + int(threadIdx.x) / 32 * 32 * ITEMS + int(threadIdx.x) % 32;
-        end = min(begin + parts.places, slice.places);
+    Tile() = default;
+    __device__ Tile(const Task<T>& task, const Tiling& tiling, int tile) {
+        if (tile >= int(task.slices) * tiling.count) return;
+        slice = tile / tiling.count;
+        index = tile % tiling.count;
+        span = Span<T, RAGGED>(task, slice);
+        first = index * tiling.packs + int(threadIdx.x) / 32 * 32 * ITEMS + int(threadIdx.x) % 32;
+        end = min((index + 1) * tiling.packs, span.packs);
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) anchor[o] = slice.first_value(task, o);
+        for (int o = 0; o < OPERANDS; ++o) first_value[o] = task.from[o][slice * task.n];
     }
 };
 
 template <typename T, int OPERANDS, bool RAGGED, int BUFFERS>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    norm_in_many_blocks(const Task<T> task, const Parts parts, const bool write) {
+    norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
     constexpr int kSums = 2 * OPERANDS, ITEMS = kItems<OPERANDS, BUFFERS>;
-    constexpr int kPacks = ITEMS * OPERANDS;  // of a thread, in a buffer
     extern __shared__ uint4 buffers[];  // [warp][buffer][item][operand][lane]: each thread reads what it copied itself
-    // There are two of each, for even and odd rounds. While the clerk reads one of_warp, workers may store the next
-    // one; while workers read one of the norms, the clerk stores the next one.
+    // There are two of each, for even and odd rounds. While the reducer reads one of_warp, workers may store the next
+    // one; while workers read one of the norms, the reducer stores the next one.
     __shared__ double of_warp[2][kMaxThreads / 32][kSums];
     __shared__ Norm<OPERANDS> norms[2];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, clerk = blockDim.x / 32 - 1;
-    const auto buffer = [&](int piece) {
-        return reinterpret_cast<Pack<T>*>(buffers) + (warp * BUFFERS + piece % BUFFERS) * kPacks * 32 + lane;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
+    const auto buffer = [&](int round) {
+        return reinterpret_cast<Pack<T>*>(buffers) + (warp * BUFFERS + round % BUFFERS) * ITEMS * OPERANDS * 32 + lane;
     };
-    const auto load = [&](const Pack<T>* from) {
-        Place<T, OPERANDS> place;
+    const auto read = [&](const Pack<T>* from) {
+        Packs<T, OPERANDS> packs;
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) place.of[o] = from[o * 32];
-        return place;
+        for (int o = 0; o < OPERANDS; ++o) packs.of[o] = from[o * 32];
+        return packs;
     };
-    const auto published = [&](int slice) { return task.workspace + int64_t(slice) * parts.stride; };
+    const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.stride; };
 
-    Piece<T, OPERANDS, RAGGED, ITEMS> pieces[BUFFERS + 1];  // from the one that arrives to the one that is written
-    const auto &arriving = pieces[0], &summed = pieces[1], &waiting = pieces[BUFFERS - 1], &written = pieces[BUFFERS];
-    Norm<OPERANDS> norm_known;  // the clerk's, of slice `known`
+    Tile<T, OPERANDS, RAGGED, ITEMS> tiles[BUFFERS + 1];  // from the one that arrives to the one that is written
+    const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[BUFFERS - 1], &written = tiles[BUFFERS];
+    Norm<OPERANDS> known_norm;  // the reducer's, of slice `known`
     int known = -1;
-    const int rounds = (int(task.slices) * parts.count - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + BUFFERS;
+    const int rounds = (int(task.slices) * tiling.count - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + BUFFERS;
     for (int round = 0; round < rounds; ++round) {
 #pragma unroll
-        for (int k = BUFFERS; k > 0; --k) pieces[k] = pieces[k - 1];
-        pieces[0] = Piece<T, OPERANDS, RAGGED, ITEMS>(task, parts, int(blockIdx.x) + round * int(gridDim.x));
-        if (warp < clerk) {
+        for (int k = BUFFERS; k > 0; --k) tiles[k] = tiles[k - 1];
+        tiles[0] = Tile<T, OPERANDS, RAGGED, ITEMS>(task, tiling, int(blockIdx.x) + round * int(gridDim.x));
+        if (warp < worker_warps) {
             const Norm<OPERANDS> norm = norms[(round + 1) % 2];
-            const Pack<T>* const from = buffer(round + BUFFERS - 1);  // the piece that arrived in the last round
+            const Pack<T>* const from = buffer(round + BUFFERS - 1);  // the tile that arrived in the last round
             Pack<T>* const to = buffer(round);
             WarpSums<T, OPERANDS, RAGGED> sums;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 constexpr int kStep = OPERANDS * 32;
                 const int p = summed.first + i * 32;
-                const unsigned ours = p < summed.end ? summed.slice.ours(p) : 0;
-                const Place<T, OPERANDS> place = load(from + i * kStep);
-                if (i == 0) sums.choose_pivot(place, ours);
-                if (ours != 0) sums.add(place, ours);
+                const unsigned mask = p < summed.end ? summed.span.mask(p) : 0;
+                const Packs<T, OPERANDS> packs = read(from + i * kStep);
+                if (i == 0) sums.choose_shift(packs, mask);
+                if (mask != 0) sums.add(packs, mask);
                 const int q = written.first + i * 32;
-                if (write && q < written.end) written.slice.store(task, norm(load(to + i * kStep)), q);
+                if (write && q < written.end) written.span.store(task, norm(read(to + i * kStep)), q);
                 const int r = arriving.first + i * 32;
 #pragma unroll
                 for (int o = 0; o < OPERANDS; ++o) {
-                    if (r < arriving.end) arriving.slice.template load<true>(task, to[i * kStep + o * 32], o, r);
+                    if (r < arriving.end) arriving.span.template load<true>(task, to[i * kStep + o * 32], o, r);
                 }
                 end_group_and_wait<ITEMS - 1>();
             }
-            sums.store(of_warp[round % 2][warp], summed.anchor);
-        } else if (write && waiting.index >= 0) {
-            if (waiting.index != known) {  // equal where a block has several parts of a slice, as no block waits
-                const double total = add_published<kSums>(published(waiting.index), parts.count);
+            sums.store(of_warp[round % 2][warp], summed.first_value);
+        } else if (write && waiting.slice >= 0) {
+            if (waiting.slice != known) {  // equal where a block has several tiles of a slice, as no block waits
+                const double total = add_published<kSums>(published(waiting.slice), tiling.count);
                 double sums[kSums];
 #pragma unroll
                 for (int k = 0; k < kSums; ++k) sums[k] = __shfl_sync(~0u, total, k);
-                norm_known = norm_of(sums, waiting.anchor, task);
-                known = waiting.index;
+                known_norm = norm_of(sums, waiting.first_value, task);
+                known = waiting.slice;
             }
-            if (lane == 0) norms[round % 2] = norm_known;
+            if (lane == 0) norms[round % 2] = known_norm;
         }
         __syncthreads();
-        if (warp == clerk && summed.index >= 0) {
+        if (warp == worker_warps && summed.slice >= 0) {
             double total = 0;
-            for (int w = 0; w < clerk; ++w) total += of_warp[round % 2][w][lane % kSums];
+            for (int w = lane / kSums; w < worker_warps; w += 32 / kSums) total += of_warp[round % 2][w][lane % kSums];
+            total = add_components<kSums>(total);
             // A sum that happens to have the bits of kEmpty becomes another NaN, 0xFFFF000000000000.
             const bool taken = __double_as_longlong(total) == kEmpty;
-            volatile double* const to = published(summed.index) + summed.part * kSums;
+            volatile double* const to = published(summed.slice) + summed.index * kSums;
             if (lane < kSums) to[lane] = taken ? __longlong_as_double(kEmpty << 48) : total;
         }
     }
@@ -597,47 +701,60 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int OPERANDS, bool RAGGED, int SLICES, int ITEMS>
-static cudaError_t launch_in_registers(const Task<T>& task, int64_t places) {
+static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
     int log_group = 0;
-    while ((ITEMS << log_group) < places) ++log_group;
+    while ((ITEMS << log_group) < packs) ++log_group;
     const int block = log_group > 7 ? 1 << log_group : 128;
     const unsigned grid = unsigned(divide_up(task.slices, int64_t(block >> log_group) * SLICES));
     norm_in_registers<T, OPERANDS, SLICES, ITEMS, RAGGED><<<grid, block, 0, task.stream>>>(task, log_group);
     return cudaGetLastError();
 }
 
+template <typename T, int OPERANDS, int UNIT> static cudaError_t launch_in_runs(const Task<T>& task) {
+    constexpr int V = kPack<T>, kBlock = 128;
+    int log_group = 0;
+    while (((8 / OPERANDS * V - UNIT) << log_group) < task.n) ++log_group;
+    const int most = int(divide_up(task.n / UNIT, 1 << log_group) | 1) * UNIT, groups = kBlock >> log_group;
+    // The last group, too, reads most << log_group values and up to V more, even if its slice has fewer.
+    const int64_t values = (groups - 1) * task.n + (most << log_group) + V;
+    const int64_t shared = divide_up(V - 1 + values, V) * OPERANDS * 16;
+    const unsigned grid = unsigned(divide_up(task.slices, groups));
+    norm_in_runs<T, OPERANDS, UNIT><<<grid, kBlock, shared, task.stream>>>(task, log_group, most);
+    return cudaGetLastError();
+}
+
 template <typename T, int OPERANDS, bool RAGGED, int BUFFERS>
-static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
+static cudaError_t launch_many_blocks(Task<T> task, int64_t packs, int64_t* needs) {
     void* const kernel = reinterpret_cast<void*>(norm_in_many_blocks<T, OPERANDS, RAGGED, BUFFERS>);
     int device = 0, sms = 0, shared = 0, blocks = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     // One block an SM, with as many worker warps as the SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on
-    // 8.6, 5 on 7.5. 2560 bytes are more than its static shared memory (1256 at most) and CUDA's 1 KiB.
-    constexpr int kWarpBytes = 32 * 384, kWarpPlaces = 32 * kItems<OPERANDS, BUFFERS>;
+    // 8.6, 5 on 7.5. 2560 bytes are more than its static shared memory (1264 at most) and CUDA's 1 KiB.
+    constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kItems<OPERANDS, BUFFERS>;
     const int fit = (shared - 2560) / kWarpBytes;
     const int workers = fit < kMaxThreads / 32 - 1 ? fit : kMaxThreads / 32 - 1;
     const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
     const int64_t resident = int64_t(blocks) * sms;
-    // As few parts as the blocks can hold. If that leaves resident blocks without a part, more parts, but not so many
-    // that any but the last has less than a warp's places. A part's size is a multiple of 32 places, 512 bytes.
-    const int64_t fewest = divide_up(places, workers * kWarpPlaces), most = divide_up(places, kWarpPlaces);
+    // As few tiles as the blocks can hold. If that leaves resident blocks without a tile, more tiles, but not so many
+    // that any but the last has less than a warp's packs. A tile's size is a multiple of 32 packs, 512 bytes.
+    const int64_t fewest = divide_up(packs, workers * kWarpPacks), most = divide_up(packs, kWarpPacks);
     const int64_t wanted = resident / task.slices < most ? resident / task.slices : most;
-    const int64_t part = divide_up(divide_up(places, wanted > fewest ? wanted : fewest), 32) * 32;
-    const int64_t count = divide_up(places, part);
-    Parts parts = {int(count), int(part), int(divide_up(count * 2 * OPERANDS, 16) * 16)};
-    const size_t bytes = task.slices * parts.stride * sizeof(double);
+    const int64_t tile = divide_up(divide_up(packs, wanted > fewest ? wanted : fewest), 32) * 32;
+    const int64_t count = divide_up(packs, tile);
+    Tiling tiling = {int(count), int(tile), int(divide_up(count * 2 * OPERANDS, 16) * 16)};
+    const size_t bytes = task.slices * tiling.stride * sizeof(double);
     if (needs != nullptr) {
         *needs = int64_t(bytes);
         return cudaSuccess;
     }
-    const int64_t pieces = task.slices * count;
-    const unsigned grid = unsigned(pieces < resident ? pieces : resident);
+    const int64_t tiles = task.slices * count;
+    const unsigned grid = unsigned(tiles < resident ? tiles : resident);
     bool write = true;
-    void* arguments[] = {&task, &parts, &write};
+    void* arguments[] = {&task, &tiling, &write};
     if (count <= resident) {
         if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0xff, bytes, task.stream))
             return error;  // otherwise each word is kEmpty now
@@ -656,24 +773,29 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
 
 template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const Task<T>& task, int64_t* needs) {
     constexpr int V = kPack<T>;
-    const int64_t places = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
+    const int64_t packs = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
     constexpr int items = 8 / OPERANDS;
-    if (places > kMaxGroup * items) {
-        // Four buffers are smaller ones and hold smaller slices: the backward uses four only up to 131072 places,
-        // 2 MiB. In float32 four are faster (H200, 1 MiB: 0.98 of the time, backward 0.93), in 16 bits three are (0.95,
+    if (packs > kMaxGroup * items) {
+        // Four buffers are smaller ones and hold smaller slices: the backward uses four only up to 131072 packs, 2 MiB.
+        // In float32 four are faster (H200, 1 MiB: 0.98 of the time, backward 0.93), in 16 bits three are (0.95,
         // backward 0.88), as the workers have more to do for each byte.
         constexpr int kBuffers = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
         if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
-            if (places <= 131072) return launch_many<T, OPERANDS, RAGGED, 4>(task, places, needs);
+            if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs, needs);
         }
-        return launch_many<T, OPERANDS, RAGGED, kBuffers>(task, places, needs);
+        return launch_many_blocks<T, OPERANDS, RAGGED, kBuffers>(task, packs, needs);
     }
     if (needs != nullptr) return cudaSuccess;
-    if (places <= 16) return launch_in_registers<T, OPERANDS, RAGGED, 2, 1>(task, places);
-    if constexpr (OPERANDS == 1 && !RAGGED) {
-        if (places <= 512) return launch_in_registers<T, OPERANDS, RAGGED, 1, 4>(task, places);
+    if constexpr (RAGGED) {
+        if (task.n <= kLargestInRuns && task.n % (V / 2) == 0) return launch_in_runs<T, OPERANDS, V / 2>(task);
+        if (task.n <= kLargestInRuns) return launch_in_runs<T, OPERANDS, 1>(task);
+    } else {
+        if (packs <= 16) return launch_in_registers<T, OPERANDS, RAGGED, 2, 1>(task, packs);
+        if constexpr (OPERANDS == 1) {
+            if (packs <= 512) return launch_in_registers<T, OPERANDS, RAGGED, 1, 4>(task, packs);
+        }
     }
-    return launch_in_registers<T, OPERANDS, RAGGED, 1, items>(task, places);
+    return launch_in_registers<T, OPERANDS, RAGGED, 1, items>(task, packs);
 }
 
 // dtype: 0 float32, 1 float16, 2 bfloat16. Writes to y the output or, if grad is not null, the gradient of x. If needs
@@ -713,33 +835,33 @@ CPP_SOURCE = r"""
 
 namespace {
 
-// On a CPU: sums in double of d = x - anchor and of d * d, where the anchor is the slice's first value.
+// On a CPU: sums in double of d = x - first_value, the slice's, and of d * d.
 struct Norm {
-    float centre = 0, rstd = 0, rest = 0;  // y = (x - centre) * rstd + rest, centre the mean rounded to float
+    float mean = 0, rstd = 0, offset = 0;  // y = (x - mean) * rstd + offset, where mean is rounded to float
 
     Norm() = default;
-    Norm(double anchor, double sum, double square, int64_t n, double eps) {
-        const double shift = sum / n;
-        const double mean = anchor + shift;
-        const double variance = (square - sum * shift) / n;
+    Norm(double first_value, double sum, double square, int64_t n, double eps) {
+        const double difference = sum / n;
+        const double exact_mean = first_value + difference;
+        const double variance = (square - sum * difference) / n;
         const double r = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);  // not std::max, which would drop a NaN
-        centre = float(mean);
+        mean = float(exact_mean);
         rstd = float(r);
-        rest = float((centre - mean) * r);
+        offset = float((mean - exact_mean) * r);
     }
     // `stream`: with stores that bypass the caches. For these y must be 32-byte aligned, and n a multiple of 8.
     void write(float* y, const float* x, int64_t n, bool stream) const {
 #ifdef __AVX__
         if (stream) {
-            const __m256 centres = _mm256_set1_ps(centre), rstds = _mm256_set1_ps(rstd), rests = _mm256_set1_ps(rest);
+            const __m256 means = _mm256_set1_ps(mean), rstds = _mm256_set1_ps(rstd), offsets = _mm256_set1_ps(offset);
             for (int64_t i = 0; i < n; i += 8) {
-                _mm256_stream_ps(y + i, (_mm256_loadu_ps(x + i) - centres) * rstds + rests);
+                _mm256_stream_ps(y + i, (_mm256_loadu_ps(x + i) - means) * rstds + offsets);
             }
             return;
         }
 #endif
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - centre) * rstd + rest;
+        for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * rstd + offset;
     }
 };
 
@@ -750,7 +872,7 @@ void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, 
     Norm norm;
     for (int64_t slice = 0; slice <= slices; ++slice) {
         const float* const next = x + slice * n;
-        const double anchor = slice < slices ? next[0] : 0;
+        const double first_value = slice < slices ? next[0] : 0;
         double sum = 0;
         double square = 0;
         for (int64_t at = 0; at < n; at += kStep) {
@@ -758,14 +880,14 @@ void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, 
             if (slice < slices) {
 #pragma omp simd reduction(+ : sum, square)
                 for (int64_t i = at; i < end; ++i) {
-                    const double d = next[i] - anchor;
+                    const double d = next[i] - first_value;
                     sum += d;
                     square += d * d;
                 }
             }
             if (slice > 0) norm.write(y + (slice - 1) * n + at, next - n + at, end - at, stream);
         }
-        norm = Norm(anchor, sum, square, n, eps);
+        norm = Norm(first_value, sum, square, n, eps);
     }
 #ifdef __AVX__
     _mm_sfence();  // other threads see the streamed stores before they see that this thread is done
