@@ -175,6 +175,8 @@ class Judge:
         if chosen and run.device == "cpu" and not (batch or run.constants):
             with check.of_the_model():
                 chosen = least_batch(problem)
+        if chosen:
+            problem.choose(chosen)
         form = DTYPES[run.dtype], run.precision, chosen, run.seed
         case = check.Case(problem, run.device, self.by_ipc, *form, self.workers, texts)
         case.tell = lambda text: self.tell(f"{pair.name}: {run.dtype} {run.precision}, batch {chosen}: {text}")
