@@ -55,7 +55,7 @@ from pathlib import Path
 import torch
 
 from judge import bench, check, gates, record, roofline, show, source
-from judge.answers import tensors_of
+from judge.answers import bytes_of, tensors_of
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
 from judge.worker import COMPILE_MODES, Rejected, Worker
@@ -88,9 +88,7 @@ class Options:
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
     baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
-    batch: int | None = option(
-        None, "default: the file's batch_size; on a CPU its on_cpu's, or a smaller one", type=int
-    )
+    batch: int | None = option(None, "default: the file's batch_size; on a CPU on_cpu's, or a smaller one", type=int)
     require: str = option("right", "right or drop-in; default: drop-in, but right for two files", choices=REQUIRED)
     sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
     seed: int = option(0, "of weights and inputs (0)", type=int)
@@ -103,10 +101,7 @@ class Options:
 def least_batch(problem: Problem) -> int:
     """The file's batch_size, halved until the inputs have no more than CPU_BYTES."""
     batch = problem.batch
-    while batch > 2:
-        inputs = tensors_of(problem.inputs(batch, "meta", torch.float32, 0))
-        if sum(x.nbytes for x in inputs) <= CPU_BYTES:
-            break
+    while batch > 2 and bytes_of(problem.inputs(batch, "meta", torch.float32, 0)) > CPU_BYTES:
         batch //= 2
     return batch
 

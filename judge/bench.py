@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from judge.answers import RANDOM, Request, places_of, same_bits, tensors_of
+from judge.answers import RANDOM, Request, bytes_of, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import secret
 from judge.worker import FLUSH_BYTES, Rejected, settle
@@ -79,13 +79,13 @@ class Ring:
         if RANDOM in expected.did:
             self.request = Request("while it was timed", direction, gates=2, seeded=True)
         self.answers = case.room(expected)
-        size = sum(x.nbytes for x in self.answers)
-        nbytes = sum(x.nbytes for x in tensors_of(self.old))
+        nbytes = bytes_of(self.old)
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
         self.slot = case.share(self.old)
         self.draws, self.fresh = [], []
         self.keeps = nbytes <= CALLS_BYTES  # the inputs of a round; otherwise they are drawn again for each contender
-        self.kept = {name: Kept(max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))) for name in ("new", "eager")}
+        most = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
+        self.kept = {name: Kept(most) for name in ("new", "eager")}
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
         self.ready = {"request": self.request, "state": self.state, "inputs": self.slot, "answers": self.answers}
