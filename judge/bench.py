@@ -14,7 +14,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -163,37 +163,32 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
             with contextlib.suppress(Rejected):
                 worker.ask("rest")
-    written = [name for name, x in case.model.state_dict().items() if not is_same(x, ring.state.get(name))]
-    if written:
-        raise Rejected(f"writes the memory in which the judge hands out {written[0]}")
+    for name, x in case.model.state_dict().items():
+        if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
+            raise Rejected(f"writes the memory in which the judge hands out {name}")
     kept, request = ring.kept, ring.request
     del ring
     settle(case.device)
-    for name, forms, given, draw in timed_answers(kept):
-        with of_the_model(case.precision):
-            (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
-        errors = case.errors
-        if name == "eager":
-            case.errors = {}
-        try:
-            inspect(case, request, expected, forms, given, draw, case.model)
-        except Rejected as found:
-            raise found if name == "new" else Rejected(f"eager's timed answers are not the Model's: {found}") from found
-        finally:
-            case.errors = errors
-        settle(case.device)
+    for name, each in kept.items():
+        while each.answers:  # none is held when it has been looked at
+            look_at(case, request, name, *each.answers.pop())
+            settle(case.device)
     return samples
 
 
-def is_same(x, handed_out) -> bool:
-    return not isinstance(x, torch.Tensor) or same_bits(x, handed_out.to(x.device))
-
-
-def timed_answers(kept: dict[str, Kept]) -> Iterator[tuple]:
-    """One by one, and none is held when it has been looked at."""
-    for name, each in kept.items():
-        while each.answers:
-            yield name, *each.answers.pop()
+def look_at(case: Case, request: Request, name: str, forms: list, given: list, draw: Callable) -> None:
+    """Raises Rejected where a timed answer is wrong; eager's errors do not count."""
+    with of_the_model(case.precision):
+        (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
+    errors = case.errors
+    if name == "eager":
+        case.errors = {}
+    try:
+        inspect(case, request, expected, forms, given, draw, case.model)
+    except Rejected as found:
+        raise found if name == "new" else Rejected(f"eager's timed answers are not the Model's: {found}") from found
+    finally:
+        case.errors = errors
 
 
 def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:
