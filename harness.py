@@ -59,7 +59,7 @@ from pathlib import Path
 import torch
 
 from judge import bench, check, gates, record, roofline, show, source
-from judge.answers import tensors_of
+from judge.answers import bytes_of, tensors_of
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
 from judge.worker import COMPILE_MODES, Rejected, Worker
@@ -92,9 +92,7 @@ class Options:
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
     baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
-    batch: int | None = option(
-        None, "default: the file's batch_size; on a CPU its on_cpu's, or a smaller one", type=int
-    )
+    batch: int | None = option(None, "default: the file's batch_size; on a CPU on_cpu's, or a smaller one", type=int)
     require: str = option("right", "right or drop-in; default: drop-in, but right for two files", choices=REQUIRED)
     sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
     seed: int = option(0, "of weights and inputs (0)", type=int)
@@ -107,10 +105,7 @@ class Options:
 def least_batch(problem: Problem) -> int:
     """The file's batch_size, halved until the inputs have no more than CPU_BYTES."""
     batch = problem.batch
-    while batch > 2:
-        inputs = tensors_of(problem.inputs(batch, "meta", torch.float32, 0))
-        if sum(x.nbytes for x in inputs) <= CPU_BYTES:
-            break
+    while batch > 2 and bytes_of(problem.inputs(batch, "meta", torch.float32, 0)) > CPU_BYTES:
         batch //= 2
     return batch
 
@@ -179,6 +174,8 @@ class Judge:
         if chosen and run.device == "cpu" and not (batch or run.constants):
             with check.of_the_model():
                 chosen = least_batch(problem)
+        if chosen:
+            problem.choose(chosen)
         form = DTYPES[run.dtype], run.precision, chosen, run.seed
         case = check.Case(problem, run.device, self.by_ipc, *form, self.workers, texts)
         case.tell = lambda text: self.tell(f"{pair.name}: {run.dtype} {run.precision}, batch {chosen}: {text}")

@@ -247,6 +247,10 @@ def tensors_of(tree) -> list[torch.Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
+def bytes_of(tree) -> int:
+    return sum(x.nbytes for x in tensors_of(tree))
+
+
 def memory_of(tree) -> set[int]:
     """Where the memory of its dense tensors begins."""
     dense = [x for x in tensors_of(tree) if x.layout == torch.strided and x.numel()]

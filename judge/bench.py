@@ -14,13 +14,13 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from judge.answers import RANDOM, Request, places_of, same_bits, tensors_of
+from judge.answers import RANDOM, Request, bytes_of, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import secret
 from judge.worker import FLUSH_BYTES, Rejected, settle
@@ -79,13 +79,13 @@ class Ring:
         if RANDOM in expected.did:
             self.request = Request("while it was timed", direction, gates=2, seeded=True)
         self.answers = case.room(expected)
-        size = sum(x.nbytes for x in self.answers)
-        nbytes = sum(x.nbytes for x in tensors_of(self.old))
+        nbytes = bytes_of(self.old)
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
         self.slot = case.share(self.old)
         self.draws, self.fresh = [], []
         self.keeps = nbytes <= CALLS_BYTES  # the inputs of a round; otherwise they are drawn again for each contender
-        self.kept = {name: Kept(max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))) for name in ("new", "eager")}
+        most = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
+        self.kept = {name: Kept(most) for name in ("new", "eager")}
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
         self.ready = {"request": self.request, "state": self.state, "inputs": self.slot, "answers": self.answers}
@@ -163,37 +163,32 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
             with contextlib.suppress(Rejected):
                 worker.ask("rest")
-    written = [name for name, x in case.model.state_dict().items() if not is_same(x, ring.state.get(name))]
-    if written:
-        raise Rejected(f"writes the memory in which the judge hands out {written[0]}")
+    for name, x in case.model.state_dict().items():
+        if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
+            raise Rejected(f"writes the memory in which the judge hands out {name}")
     kept, request = ring.kept, ring.request
     del ring
     settle(case.device)
-    for name, forms, given, draw in timed_answers(kept):
-        with of_the_model(case.precision):
-            (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
-        errors = case.errors
-        if name == "eager":
-            case.errors = {}
-        try:
-            inspect(case, request, expected, forms, given, draw, case.model)
-        except Rejected as found:
-            raise found if name == "new" else Rejected(f"eager's timed answers are not the Model's: {found}") from found
-        finally:
-            case.errors = errors
-        settle(case.device)
+    for name, each in kept.items():
+        while each.answers:  # none is held when it has been looked at
+            look_at(case, request, name, *each.answers.pop())
+            settle(case.device)
     return samples
 
 
-def is_same(x, handed_out) -> bool:
-    return not isinstance(x, torch.Tensor) or same_bits(x, handed_out.to(x.device))
-
-
-def timed_answers(kept: dict[str, Kept]) -> Iterator[tuple]:
-    """One by one, and none is held when it has been looked at."""
-    for name, each in kept.items():
-        while each.answers:
-            yield name, *each.answers.pop()
+def look_at(case: Case, request: Request, name: str, forms: list, given: list, draw: Callable) -> None:
+    """Raises Rejected where a timed answer is wrong; eager's errors do not count."""
+    with of_the_model(case.precision):
+        (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
+    errors = case.errors
+    if name == "eager":
+        case.errors = {}
+    try:
+        inspect(case, request, expected, forms, given, draw, case.model)
+    except Rejected as found:
+        raise found if name == "new" else Rejected(f"eager's timed answers are not the Model's: {found}") from found
+    finally:
+        case.errors = errors
 
 
 def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from judge import gates, switches
-from judge.answers import RANDOM, REUSED, Answer, How, Names, Request, answers_of, same_bits, tensors_of
+from judge.answers import RANDOM, REUSED, Answer, How, Names, Request, answers_of, bytes_of, same_bits, tensors_of
 from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, settle, shared, state_of
@@ -69,7 +69,7 @@ class Case:
     constant: bool = False  # the Model's answer is the same whatever it is given
     is_large: bool = False  # a few of its inputs and answers fill a GPU's memory
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
-    inputs_are: list[Inputs] = field(default_factory=list)
+    inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
 
     def inputs(self, seed: int, batch: int | None = None) -> list:
@@ -78,22 +78,13 @@ class Case:
             batch = self.batch if batch is None else batch
             return self.problem.inputs(batch, self.device, self.dtype, self.seed + seed)
 
-    def known(self) -> list[Inputs]:
-        """What each input is in all draws, of a few samples."""
-        if not self.inputs_are:
-            few = self.batch and min(self.batch, 4)
-            with of_the_model():
-                draws = [self.problem.inputs(few, self.device, self.dtype, self.seed + 700 + i) for i in range(3)]
-                self.inputs_are = inputs_of(draws)
-        return self.inputs_are
-
     def change(self, drawn: list, change: Callable) -> bool:
         """Changes inputs in place, as far as they stay what all are; whether any is another now."""
-        return any([known.changed(x, change) for x, known in zip(tensors_of(drawn), self.known())])
+        return any([known.changed(x, change) for x, known in zip(tensors_of(drawn), self.inputs_are)])
 
     def scale(self, drawn: list, factor: float) -> None:
         """Of inputs that are timed, in case a file ignores seeds."""
-        for x, known in zip(tensors_of(drawn), self.known()):
+        for x, known in zip(tensors_of(drawn), self.inputs_are):
             if known.free() and x.numel():
                 x.mul_(factor)
 
@@ -274,8 +265,9 @@ def comparable(case: Case) -> None:
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
     case.constant = all(same_bits(x, y) for x, y in pairs)
-    case.is_large = sum(x.nbytes for x in first.tensors().values()) > LARGE_BYTES
-    case.known()  # which draws inputs by seeds of their own
+    case.is_large = bytes_of(first.leaves) > LARGE_BYTES
+    few = case.batch and min(case.batch, 4)
+    case.inputs_are = inputs_of([case.inputs(700 + i, few) for i in range(3)])
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
             raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
@@ -427,7 +419,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         if must or error.kind == "memory":
             raise
         return
-    if request.finite and not all(gates.finite(x) for x in expected[0].tensors().values()):
+    if request.finite and not all(gates.as_numbers(x).isfinite().all() for x in expected[0].tensors().values()):
         return
     del sets  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]

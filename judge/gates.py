@@ -79,7 +79,9 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
             of_new, of_eager = (x.masked_fill(overflows, 0.0) for x in (of_new, of_eager))
         far = apart > size(e).add_(scale).mul_(tolerance) if tolerance else chunk[0] != chunk[1]
         beyond = apart.mul_(far)
-        most, squares = figures([of_new, of_eager, size(r), beyond])
+        errors = [of_new, of_eager, size(r), beyond]
+        most = torch.stack([x.amax() for x in errors]).cpu()
+        squares = torch.stack([torch.dot(x, x) for x in errors]).cpu()
         total += Errors(most, squares, len(n), int(far.sum()), total.count + int(beyond.argmax()))
     return total
 
@@ -126,16 +128,6 @@ def size(x: torch.Tensor) -> torch.Tensor:
     return x.abs().nan_to_num_(0.0, 0.0)
 
 
-def figures(errors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each the largest, and the sum of squares."""
-    most = torch.stack([x.amax() for x in errors])
-    return most.cpu(), torch.stack([torch.dot(x, x) for x in errors]).cpu()
-
-
-def finite(x: torch.Tensor) -> bool:
-    return bool(as_numbers(x).isfinite().all())
-
-
 def scale_of(name: str, x: torch.Tensor) -> float:
     """A gradient is a sum over a batch: where it is large, errors count relative to its size."""
     if not name.startswith("gradient"):
@@ -174,15 +166,17 @@ class Coarsest(TorchDispatchMode):
         return result
 
 
+# Among the positional arguments of operations that choose among equal values.
+PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1}
+
+
 class TiesTheOtherWay(TorchFunctionMode):
     """Of equal values the last is chosen where PyTorch, which promises no order, would choose the first."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        place = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1}.get(
-            name
-        )
+        place = PLACE_OF_DIM.get(name)
         if place is None or not args or kwargs.get("stable") or not isinstance(args[0], torch.Tensor):
             return func(*args, **kwargs)
         all_of_it = None if name in ("max", "min", "argmax", "argmin") else -1

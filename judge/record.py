@@ -133,9 +133,7 @@ def without_folders(text: str) -> str:
 def remarks(path: Path, device: str) -> list[str]:
     """What a verdict of this file on this device leaves open: code of it that is not compiled or does not run here."""
     text = path.read_text(errors="replace")
-    needs = re.search(
-        r'^NEEDS = "sm_(\d+)"', text, re.MULTILINE
-    )  # what the file's own kernels run on, and nothing else
+    needs = re.search(r'^NEEDS = "sm_(\d+)"', text, re.MULTILINE)  # all that the file's own kernels run on
     if needs and (device == "cpu" or torch.cuda.get_device_capability() != divmod(int(needs[1]), 10)):
         return [f"plain path: no sm_{needs[1]} here, so these are the Model's own layers"]
     if "__global__" in text and not torch.cuda.is_available():

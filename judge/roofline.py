@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from judge.answers import roots_of, tensors_of
+from judge.answers import bytes_of, roots_of, tensors_of
 from judge.source import DTYPES, Problem, cast, set_precision
 
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -35,9 +35,8 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
         if roots := roots_of(outputs):  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
             torch.autograd.backward(roots, [torch.empty_like(out) for out in roots])
     parameters = [*model.parameters()]
-    moved = sum(x.nbytes for x in [*tensors_of(inputs), *parameters, *model.buffers(), *tensors_of(outputs)])
-    written = sum(x.nbytes for x in [*floating, *parameters])
-    return 2 * moved + written if backward else moved, counter.get_total_flops()
+    moved = bytes_of([inputs, parameters, [*model.buffers()], outputs])
+    return 2 * moved + bytes_of([floating, parameters]) if backward else moved, counter.get_total_flops()
 
 
 class Ceilings:

@@ -70,6 +70,11 @@ class Problem:
         self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second
         self.batch: int | None = getattr(self.module, "batch_size", None)
 
+    def choose(self, batch: int) -> None:
+        """Whoever reads the file's batch_size when a module is made reads this one, in all processes."""
+        self.constants = self.constants | {"batch_size": batch}
+        self.module.batch_size = batch
+
     def arguments(self, seed: int) -> list:
         reseed(seed)
         return self.module.get_init_inputs()
@@ -96,6 +101,8 @@ class Problem:
         is_argument = "batch_size" in inspect.signature(self.module.get_inputs).parameters
         with torch.device(device):
             inputs = self.module.get_inputs(**chosen if is_argument else {})
+        if chosen:
+            self.module.batch_size = self.constants.get("batch_size", self.batch)
         return tree_map_only(torch.Tensor, lambda x: to_dtype(x, dtype, device), list(inputs))
 
 

@@ -62,6 +62,7 @@ from judge.answers import (
     tensors_of,
     wanted_of,
 )
+from judge.gates import chunks, distance
 from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, reseed, set_precision
 from judge.switches import Switches
 
@@ -331,7 +332,8 @@ class Contender:
     def time(self, flushes: int) -> dict:
         """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against."""
         ms, _, _, leaves = self._clocked(flushes)
-        forms = self._forms(leaves)
+        outputs = len(leaves) - len(self.wanted) * bool(self.incoming)
+        forms = [form_of(leaf, self.request if i < outputs else None) for i, leaf in enumerate(leaves)]
         self._hand_over(leaves, places_of(forms, self.answers))
         return {"ms": ms, "forms": forms}
 
@@ -353,10 +355,6 @@ class Contender:
         if self.incoming:
             leaves += torch.autograd.grad(roots_of(result), self.wanted, self.incoming, allow_unused=True)
         return leaves
-
-    def _forms(self, leaves: list) -> list[str]:
-        outputs = len(leaves) - len(self.wanted) * bool(self.incoming)
-        return [form_of(leaf, self.request if i < outputs else None) for i, leaf in enumerate(leaves)]
 
     def _clocked(self, flushes: int) -> tuple:
         """Of a call its milliseconds, the host's microseconds, the flush's milliseconds, and what it gave.
@@ -449,14 +447,12 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
     return found
 
 
-def furthest(left: torch.Tensor, right: torch.Tensor) -> float:
-    chunks = zip(left.reshape(-1).split(1 << 24), right.reshape(-1).split(1 << 24))
-    return max(float((a.double() - b.double()).abs().nan_to_num(math.inf).max()) for a, b in chunks)
-
-
 def dense(tree) -> list[torch.Tensor]:
-    tensors = [x for x in tree_leaves(tree) if type(x) is torch.Tensor and x.layout == torch.strided and x.numel()]
-    return [x for x in tensors if not x.is_complex()]
+    return [x for x in tree_leaves(tree) if type(x) is torch.Tensor and x.layout == torch.strided]
+
+
+def furthest(left: torch.Tensor, right: torch.Tensor) -> float:
+    return max((float(distance(a.double(), b.double()).max()) for a, b in chunks(left, right)), default=0.0)
 
 
 def captured(module, *inputs):
