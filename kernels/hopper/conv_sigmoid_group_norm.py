@@ -8,11 +8,12 @@
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-There are two paths, and `ModelNew.forward` chooses one. Our kernels take 3x3 convolutions of float32, float16 or
-bfloat16, also under autocast, with at most 8 input and 32 output channels and an eps of at least 1e-6. The image's
-width is even and at most 256, its height at most 2 + twice the multiprocessors. The output has a multiple of 4 pixels
-and, with gradients, at least 8 (9 in_channels + 4), so that partial sums of gradients take less memory than h. The
-plain path, for everything else, is the Model's own layers.
+There are two paths. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, also under autocast, with at
+most 8 input and 32 output channels and an eps of at least 1e-6 (`_valid`, in Python). The image's width is even and at
+most 352, its height at most 2 + twice the multiprocessors, and the output has a multiple of 4 pixels. With gradients
+the width is at most 256, and the output has at least 8 (9 in_channels + 4) pixels, so that partial sums of gradients
+take less memory than h (`fits`, in C++). The plain path, for everything else, is the Model's own layers or, where only
+`fits` refuses the image, what these layers compute.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two kernels. One
@@ -97,9 +98,10 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale. To use another, change this part and, in Python, `_activate`. Two
-// formulas stand here: `Held::u`, from which the forward has v, and `activation_and_slope`, the backward's v and dv/dz.
-// Both are given t = kFactor * z, and both have a form for float32 and one for 16-bit types. What the kernels rely on:
+// The activation v of z = (h + bias) * scale. To use another, change this part, `plain` in C++, and `_activate` in
+// Python. Two formulas stand here: `Held::u`, from which the forward has v, and `activation_and_slope`, the v and dv/dz
+// of the backward. Both are given t = kFactor * z, and both have a form for float32 and one for 16-bit types. What the
+// kernels rely on:
 //   - In the forward v is NaN where t is NaN. A product that overflows fp16 becomes NaN, `convolve` sees that by v, and
 //     computes the values again. If v lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf and
 //     __saturatef drop a NaN, so none of them may be on the way to v. A hard sigmoid or ReLU6 is cut off by
@@ -204,10 +206,10 @@ constexpr int kProducers = 2;  // warpgroups
 constexpr int kMostConsumers = 4;  // warpgroups
 constexpr int kThreads = 1024;
 constexpr int kMostIn = 8, kMostOut = 32;  // channels
-constexpr int kPlaces = 3;  // samples whose v are in a block
 // 8-byte words from one group's totals to the next. So each group has lines of its own: L2 executes atomics to one line
 // one after the other.
 constexpr int kLine = 32;
+constexpr int kMostPlaces = 3;  // samples whose v are in a block: three, or two of wider images
 template <typename T> using Operand = std::conditional_t<sizeof(T) == 4, __half, T>;  // of wgmma
 // What differs between one product and three, and between the forward (NORMALIZE) and the backward's launch.
 template <typename T, bool NORMALIZE> struct Shape {
@@ -229,26 +231,30 @@ template <typename T, bool NORMALIZE> struct Shape {
         "the consumers take the registers that the others give");
 };
 
-struct Statistics { float mean, mean_error, rstd; };  // of a group; the mean is mean + mean_error, to some 48 bits
+// Of a group. The mean is mean + mean_error, to some 48 bits.
+struct alignas(16) Statistics { float mean, mean_error, rstd, unused; };
 
 // Sizes, and what plan_forward makes of them.
 struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
     int bands, band_rows, teams;  // band_rows: rows of every band but the last, which may have fewer
-    int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of x's hi, which those of lo follow
+    int places;  // of v in shared memory, each for a sample
+    int plane, x_plane;  // there: floats of a channel's v; pixels of x's hi, which those of lo follow
 };
 // The benchmark's sizes. As compile-time constants they save 4% of the time.
-__host__ __device__ constexpr Plan benchmark_plan() { return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 508, 1024}; }
+__host__ __device__ constexpr Plan benchmark_plan() {
+    return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 3, 508, 1024};
+}
 
 struct ConvArguments : Plan {
     int samples;
     const void* x;  // of T
     void* out;  // of T
-    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
-    Statistics* statistics;  // (samples, groups)
+    const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s s and s^2; zeros before the launch
-    // When h + bias is written, these take the memory of totals, (samples) each: the bits of the largest |x|, and 1 if
-    // convolve_again ran for the sample.
+    Statistics* statistics;  // (samples, groups), behind the totals
+    // When h + bias is written, (samples) each: the bits of the largest |x|, and 1 if convolve_again ran. Zeros before
+    // the launch.
     uint32_t *largest, *remade;
     const void* grad;  // then, too, of T: the gradient of the output
     float4* measured;  // (samples, out_channels, bands): see write_and_measure
@@ -262,14 +268,14 @@ struct Moments { float mean, square; };  // of a warpgroup's v of a channel: the
 struct Scales { float weight[kMostOut], input; };  // powers of two: factors of a channel's weights, and of x
 
 struct alignas(128) ConvShared {  // static shared memory. x, and after it the places of v, are in the dynamic one
-    Moments moments[kPlaces][kMostConsumers][kMostOut];
-    Norm norm[kPlaces][kMostOut];
-    int counts[kPlaces][kMostConsumers];  // how many values of a channel are in `moments`
+    Moments moments[kMostPlaces][kMostConsumers][kMostOut];
+    Norm norm[kMostPlaces][kMostOut];
+    int counts[kMostPlaces][kMostConsumers];  // how many values of a channel are in `moments`
     Scales scales;
     // mbarriers, and the threads that arrive at them once a sample. x_full: the 256 producers. x_empty and v_full: the
     // consumers, 512 in the forward. norm_full: `post` and `gather`, 32 each. v_empty: the writers, 192 in the forward;
     // it also frees moments, counts, norm.
-    uint64_t x_full[2], x_empty[2], v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
+    uint64_t x_full[2], x_empty[2], v_full[kMostPlaces], norm_full[kMostPlaces], v_empty[kMostPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
 
@@ -285,7 +291,7 @@ template <int STAGES = 1> struct SampleCursor {
         sample += p.teams;
         stage = (stage + 1) % STAGES;
         x_parity ^= stage == 0;
-        place = (place + 1) % kPlaces;
+        place = place == p.places - 1 ? 0 : place + 1;
         parity ^= place == 0;
     }
 };
@@ -420,11 +426,18 @@ __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, 
     lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
-// A weight, and 0 where a channel does not exist.
-__device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {
-    return o < p.out_channels && in < p.in_channels ? p.weight[(o * p.in_channels + in) * 9 + tap] : 0.0f;
+// Number i of a parameter, which has x's type T.
+template <typename T> __device__ __forceinline__ float value_of(const void* parameter, int i) {
+    return to_float(static_cast<const T*>(parameter)[i]);
 }
-__device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
+// A weight, and 0 where a channel does not exist.
+template <typename T> __device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {
+    const bool exists = o < p.out_channels && in < p.in_channels;
+    return exists ? value_of<T>(p.weight, (o * p.in_channels + in) * 9 + tap) : 0.0f;
+}
+template <typename T> __device__ __forceinline__ float bias_at(const ConvArguments& p, int o) {
+    return value_of<T>(p.conv_bias, o) + value_of<T>(p.bias, o);
+}
 
 // The power of two, at most 2^most, that brings `largest`, and what is smaller, below 2^15.
 __device__ __forceinline__ float scale_below_overflow(float largest, int most = 126) {
@@ -443,18 +456,19 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 // scales.input is NaN, so that all values are computed in float32, if a reach is above 2^14 or NaN, or a |scale| is
 // above 2^100. (A weight is multiplied by at most 2^110. What fp16 then loses of it, 2^-25 * 2^-110, times a |scale| of
 // 2^100 changes a pre-activation by 2^-35 |x|.)
-template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
+template <typename T, bool NORMALIZE>
+__device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x;
         const int weights = p.in_channels * 9;
         float largest = 0, sum = 0;  // of |w|
         for (int i = 0; i < weights && c < p.out_channels; ++i) {
-            const float w = fabsf(p.weight[c * weights + i]);
+            const float w = fabsf(value_of<T>(p.weight, c * weights + i));
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f);
             sum += w;
         }
         scales.weight[c] = scale_below_overflow(largest, 110);  // 2^110 times scales.input is still finite
-        const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
+        const float factor = c < p.out_channels ? fabsf(value_of<T>(p.scale, c)) : 0.0f;
         float reach = sum * (NORMALIZE ? factor : fmaxf(factor, 1.0f));  // without NORMALIZE also that of h
         const bool usual = __all_sync(~0u, reach <= 16384.0f && factor <= 0x1p100f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
@@ -559,14 +573,20 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
     }
 }
 
-// What four lanes subtract from their values before they add them up: the mean of their first eight values, a and b of
-// each lane. In place of values that do not exist it takes the first lane's a. (A single value may be far from the
-// others, and the sums would then lose digits.) If all values are equal, it is exactly that value.
-__device__ __forceinline__ float anchor_of(float a, float b, bool valid) {
-    const float first = __shfl_sync(~0u, a, threadIdx.x & 28);
-    const float two = valid ? a + b : 2 * first;
-    const float four = two + __shfl_xor_sync(~0u, two, 1);
-    return 0.125f * (four + __shfl_xor_sync(~0u, four, 2));
+// What a thread subtracts from its values d of a task before it adds them up: the mean of its first eight, or of those
+// that exist: valid(j, r) says whether the pair of the j-th eight pixels in row r does. (A single value may be far from
+// the others, and the sums would then lose digits.)
+template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kTaskPixels / 2], V valid) {
+    float sum = 0;
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if (!valid(k / ROWS, k % ROWS)) continue;
+        const float* const pair = d + 4 * (k / ROWS) + 2 * (k % ROWS);
+        sum += pair[0] + pair[1];
+        count += 2;
+    }
+    return count == 8 ? 0.125f * sum : sum / max(count, 1);
 }
 
 // Computes a warp's values of a sample again, in plain float32. A thread has the pixels and the channel that it has in
@@ -590,11 +610,14 @@ __device__ __forceinline__ void convolve_again(
 #pragma unroll 1
             for (int k = 0; k < p.in_channels * 9 && valid; ++k) {
                 const T* const x = image + (k / 9 * p.height + band.first_row + row) * p.width + here;
-                h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at(p, c, k / 9, k % 9), h);
+                h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at<T>(p, c, k / 9, k % 9), h);
             }
-            float value = valid ? h + bias_at(p, c) : 0.0f;
-            if (NORMALIZE) value = Held<T>::u(value * p.scale[valid ? c : 0] * Held<T>::kFactor);
-            if (task == first_task && i == 0) all.anchor = anchor_of(value, value, valid);
+            float value = valid ? h + bias_at<T>(p, c) : 0.0f;
+            if (NORMALIZE) value = Held<T>::u(value * value_of<T>(p.scale, valid ? c : 0) * Held<T>::kFactor);
+            if (task == first_task && i == 0) {  // the four lanes of a channel take the mean of their first values
+                const float first = __shfl_sync(~0u, value, threadIdx.x & 28);
+                all.anchor = 0.25f * sum_of_lanes(valid ? value : first, 4);
+            }
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
             const float difference = value - all.anchor;
@@ -625,7 +648,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
                     const int tap = 2 * step + half - 3 * row;
                     const bool exists = tap >= 0 && tap < 9;
                     const auto weight = [&](int in) {
-                        return from_float<Operand<T>>(exists ? weight_at(p, c, in, tap) * scale : 0.0f);
+                        return from_float<Operand<T>>(exists ? weight_at<T>(p, c, in, tap) * scale : 0.0f);
                     };
                     const Pack<Operand<T>, 2> two = {weight(in), weight(in + 1)};
                     words[2 * half + row] = reinterpret_cast<const uint32_t&>(two);
@@ -633,7 +656,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
             } else {
                 const int tap = min(2 * step + half, 8);  // tap 8 twice: for x's hi and lo
                 const auto weight = [&](int in) {
-                    const float w = weight_at(p, c, p.in_channels == 1 && in < 3 ? 0 : in, tap) * scale;
+                    const float w = weight_at<T>(p, c, p.in_channels == 1 && in < 3 ? 0 : in, tap) * scale;
                     return p.in_channels == 1 && in == 2 ? rest_of(w) : w;
                 };
                 split_two(weight(in), weight(in + 1), words[2 * half], words[2 * half + 1]);
@@ -663,17 +686,39 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
     }
 }
 
-// Adds up the deviations that the four lanes of a channel have of a sample, of `count` values together, and stores the
-// channel's mean and sum of squared deviations to `moments`.
+// Adds up the deviations that the four lanes of a channel have of a sample, of `count` values together, `own` of them
+// this lane's, and stores the channel's mean and sum of squared deviations to `moments`.
 __device__ __forceinline__ void store_moments(
-    ConvShared& shared, int place, int warpgroup, int c, int count, Deviations all) {
+    ConvShared& shared, int place, int warpgroup, int c, int count, int own, Deviations all) {
+    const float anchor = __shfl_sync(~0u, all.anchor, threadIdx.x & 28);  // of the first lane, for all four
+    const float shift = all.anchor - anchor;
+    all.square = fmaf(shift, fmaf(own, shift, 2 * all.sum), all.square);
+    all.sum = fmaf(own, shift, all.sum);
     all.sum = sum_of_lanes(all.sum, 4);
     all.square = sum_of_lanes(all.square, 4);
     if (threadIdx.x % 4 == 0) {
         const float difference = all.sum / count;
-        shared.moments[place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
+        shared.moments[place][warpgroup][c] = {anchor + difference, all.square - all.sum * difference};
     }
     if (threadIdx.x % 128 == 0) shared.counts[place][warpgroup] = count;
+}
+
+// Adds a thread's values d of a task to its deviations.
+template <int ROWS, typename V>
+__device__ __forceinline__ void add_deviations(const float (&d)[kTaskPixels / 2], Deviations& all, V valid) {
+    float sum = 0, square = 0;
+#pragma unroll
+    for (int k = 0; k < kTaskPixels / 8 * ROWS; ++k) {
+        const bool exists = valid(k / ROWS, k % ROWS);
+        const float* const pair = d + 4 * (k / ROWS) + 2 * (k % ROWS);
+        const float d0 = exists ? pair[0] - all.anchor : 0.0f;
+        const float d1 = exists ? pair[1] - all.anchor : 0.0f;
+        sum += d0 + d1;
+        square = fmaf(d0, d0, square);
+        square = fmaf(d1, d1, square);
+    }
+    all.sum += sum;
+    all.square += square;
 }
 
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
@@ -693,8 +738,8 @@ __device__ __forceinline__ void convolve(
     const float weight_scale = shared.scales.weight[c];
     load_weights<T>(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
-    const float factor = NORMALIZE ? Held<T>::kFactor * p.scale[own_channel] : 1.0f;
-    const float offset = factor * bias_at(p, own_channel);
+    const float factor = NORMALIZE ? Held<T>::kFactor * value_of<T>(p.scale, own_channel) : 1.0f;
+    const float offset = factor * bias_at<T>(p, own_channel);
     const auto activate = [](float t) { return NORMALIZE ? Held<T>::u(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
@@ -707,20 +752,17 @@ __device__ __forceinline__ void convolve(
     for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         float* const v = held + (cursor.place * p.out_channels + c) * p.plane + 2 * t;
         Deviations all = {};
-        int count = 0;
+        int count = 0, own_count = 0;  // values so far: of the four lanes, and of this one
         int task = first_task;
-        int line = first_task, column = 0;  // of the task's first pixel
         mbarrier_wait(&shared.x_full[cursor.stage], cursor.x_parity);
-        for (; task < band.tasks; task += S::kConsumers, line += S::kConsumers) {
-            for (; line >= band.lines; line -= band.lines) column += kTaskPixels;
-            const int row = line * S::kTaskRows;
+        for (; task < band.tasks; task += S::kConsumers) {
+            const int column = task / band.lines * kTaskPixels, row = task % band.lines * S::kTaskRows;
             const uint32_t x_at = x_begin + cursor.stage * p.x_plane + row * p.width + column;
             float d[kTaskPixels / 2];
             const bool is_first = task == first_task;
             barrier_sync(own_turn, 256);
             multiply_task<T, NORMALIZE>(p, a, x_at, d, next_turn);
             if (task + S::kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty[cursor.stage]);
-            float sum = 0, square = 0;
             // If kInside, the task's rows exist, and its columns but perhaps the last eight: only these need a check.
             const auto finish = [&](auto inside) {
                 constexpr bool kInside = decltype(inside)::value;
@@ -737,15 +779,10 @@ __device__ __forceinline__ void convolve(
                         float* const pair = d + 4 * j + 2 * r;
                         pair[0] = activate(fmaf(S::kOneProduct ? pair[0] : pair[0] + pair[2], slope, offset));
                         pair[1] = activate(fmaf(S::kOneProduct ? pair[1] : pair[1] + pair[3], slope, offset));
-                        const bool finds_anchor = NORMALIZE && is_first && j + r == 0;
-                        if (finds_anchor) all.anchor = anchor_of(pair[0], pair[1], valid(0, 0));
-                        const float d0 = valid(j, r) ? pair[0] - all.anchor : 0.0f;
-                        const float d1 = valid(j, r) ? pair[1] - all.anchor : 0.0f;
-                        if (NORMALIZE) sum += d0 + d1;
-                        square = fmaf(d0, d0, square);
-                        square = fmaf(d1, d1, square);
                     }
                 }
+                if (NORMALIZE && is_first) all.anchor = anchor_of<S::kTaskRows>(d, valid);
+                add_deviations<S::kTaskRows>(d, all, valid);
                 if (is_first) mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
                 float* const to = v + row * p.columns + column;
 #pragma unroll
@@ -761,9 +798,9 @@ __device__ __forceinline__ void convolve(
             } else {
                 finish(std::false_type{});
             }
-            all.sum += sum;
-            all.square += square;
-            count += min(kTaskPixels, p.columns - column) * min(S::kTaskRows, band.rows - row);
+            const int rows = min(S::kTaskRows, band.rows - row);
+            count += min(kTaskPixels, p.columns - column) * rows;
+            own_count += 2 * max(0, min(kTaskPixels / 8, (columns - column + 7) / 8)) * rows;
         }
         if (task == first_task) {  // this warpgroup had no task, but the others count on its waits and signals
             mbarrier_arrive(&shared.x_empty[cursor.stage]);
@@ -776,7 +813,7 @@ __device__ __forceinline__ void convolve(
             if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
         }
         first_task = task - band.tasks;
-        if constexpr (NORMALIZE) store_moments(shared, cursor.place, warpgroup, c, count, all);
+        if constexpr (NORMALIZE) store_moments(shared, cursor.place, warpgroup, c, count, own_count, all);
         mbarrier_arrive(&shared.v_full[cursor.place]);
     }
 }
@@ -818,7 +855,7 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
     using H = Held<T>;
     constexpr bool centred = sizeof(T) == 2;
     const int c = min(threadIdx.x % 32, p.out_channels - 1);  // lanes beyond compute the last channel's norm, too
-    const float gamma = p.gamma[c], beta = p.beta[c];
+    const float gamma = value_of<T>(p.gamma, c), beta = value_of<T>(p.beta, c);
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
@@ -908,7 +945,7 @@ __device__ __forceinline__ void write_and_measure(
         mbarrier_wait(&shared.v_full[cursor.place], cursor.parity);
 #pragma unroll 1
         for (int c = writer; c < p.out_channels; c += kWriters) {
-            const float factor = Held<T>::kFactor * p.scale[c];
+            const float factor = Held<T>::kFactor * value_of<T>(p.scale, c);
             const float mean = p.statistics[int64_t(cursor.sample) * p.groups + c / p.group_channels].mean;
             const float4* const h =
                 reinterpret_cast<const float4*>(held + (cursor.place * p.out_channels + c) * p.plane);
@@ -964,7 +1001,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
             mbarrier_init(&shared.x_full[i], 128 * kProducers);
             mbarrier_init(&shared.x_empty[i], 128 * S::kConsumers);
         }
-        for (int i = 0; i < kPlaces; ++i) {
+        for (int i = 0; i < kMostPlaces; ++i) {
             mbarrier_init(&shared.v_full[i], 128 * S::kConsumers);
             mbarrier_init(&shared.norm_full[i], 64);
             mbarrier_init(&shared.v_empty[i], 32 * S::kWriters);
@@ -972,7 +1009,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         fence_mbarrier_init();
     }
     if constexpr (sizeof(T) == 4) {
-        prepare_scales<NORMALIZE>(p, shared.scales);
+        prepare_scales<T, NORMALIZE>(p, shared.scales);
     } else {
         if (threadIdx.x < kMostOut) shared.scales.weight[threadIdx.x] = shared.scales.input = 1;
         __syncthreads();
@@ -1002,9 +1039,10 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // ---------------------------------------------------------------------------------------------------------------------
 // Launching it. The C++ hands over `sizes` and `pointers`, which hold what these enums name. kSharedBytes is what a
 // block may have, and kType is x's type: 0 float, 1 half, 2 bfloat16. Pointers are to device memory. Those of x, out
-// and grad are 16-byte aligned, and the parameters are float32. kGradX is null where x's gradient is not wanted.
+// and grad are 16-byte aligned. kGroupSums, 256-byte aligned, is that of the totals and, behind them, the statistics.
+// kGradX is null where x's gradient is not wanted.
 enum Size { kSamples, kInChannels, kHeight, kWidth, kOutChannels, kGroups, kMultiprocessors, kSharedBytes, kType };
-enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kStatistics, kWorkspace };
+enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kGroupSums, kWorkspace };
 enum BackwardPointer { kGrad = kWorkspace + 1, kGradX, kSums };
 
 // Sets the fields of p that bands of `rows` rows determine. Returns the bytes of dynamic shared memory that they take.
@@ -1013,12 +1051,14 @@ static int64_t set_bands(ConvArguments& p, int rows) {
     p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
     p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
     p.x_plane = (p.band_rows + p.band_rows % 2 + 2) * p.width;  // an even number of rows: see kTaskRows
-    const int64_t v_bytes = 4LL * kPlaces * p.plane * p.out_channels;
+    const int64_t v_bytes = 4LL * p.places * p.plane * p.out_channels;
     // A task's wgmma may read up to 62 pixels beyond x, where v is. No output uses these columns, but they must exist.
     return p.x_plane * 32LL + std::max<int64_t>(v_bytes, 2 * kTaskPixels * 16);
 }
 // Sets p's bands: the most rows, by twos, that fit in shared memory and give at least `sms` bands. Returns the bytes.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
+    p.places = kMostPlaces;
+    if (set_bands(p, 2) > shared_bytes) p.places = 2;
     int rows = 2;
     while (rows < p.rows) {
         const bool fits = set_bands(p, rows + 2) <= shared_bytes;
@@ -1035,11 +1075,8 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     return bytes;
 }
 
-extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[kSamples] * sizes[kGroups] * kLine * 8; }
-
 static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
     const auto size = [&](int i) { return int(sizes[i]); };
-    const auto floats = [&](int i) { return static_cast<const float*>(pointers[i]); };
     ConvArguments p = {};
     p.samples = size(kSamples);
     p.in_channels = size(kInChannels);
@@ -1052,16 +1089,14 @@ static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, d
     p.group_channels = p.out_channels / p.groups;
     p.x = pointers[kX];
     p.out = pointers[kOut];
-    p.weight = floats(kConvWeight);
-    p.conv_bias = floats(kConvBias);
-    p.bias = floats(kBias);
-    p.scale = floats(kScale);
-    p.gamma = floats(kGamma);
-    p.beta = floats(kBeta);
-    p.statistics = static_cast<Statistics*>(pointers[kStatistics]);
-    p.totals = static_cast<unsigned long long*>(pointers[kWorkspace]);
-    p.largest = static_cast<uint32_t*>(pointers[kWorkspace]);
-    p.remade = p.largest + p.samples;
+    p.weight = pointers[kConvWeight];
+    p.conv_bias = pointers[kConvBias];
+    p.bias = pointers[kBias];
+    p.scale = pointers[kScale];
+    p.gamma = pointers[kGamma];
+    p.beta = pointers[kBeta];
+    p.totals = static_cast<unsigned long long*>(pointers[kGroupSums]);
+    p.statistics = reinterpret_cast<Statistics*>(p.totals + sizes[kSamples] * sizes[kGroups] * kLine);
     p.eps = float(eps);
     return p;
 }
@@ -1085,7 +1120,9 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
     auto* const kernel =
         is_benchmark(p) ? convolve_and_normalize<T, true, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess) error = cudaMemsetAsync(p.totals, 0, conv_totals_bytes(sizes), stream);
+    void* const zeros = NORMALIZE ? static_cast<void*>(p.totals) : p.largest;
+    const size_t zero_bytes = NORMALIZE ? 8 * sizes[kSamples] * sizes[kGroups] * kLine : 8 * sizes[kSamples];
+    if (error == cudaSuccess) error = cudaMemsetAsync(zeros, 0, zero_bytes, stream);
     if (error != cudaSuccess) return error;
     void* arguments[] = {&p};  // a cooperative launch runs all blocks at once, which wait for each other
     return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
@@ -1240,13 +1277,14 @@ __global__ void __launch_bounds__(32 * kMostOut)
     if (c >= p.group_channels) return;
     double grad_mean = 0, grad_per_v = 0;
     for (int i = 0; i < p.group_channels; ++i) {
-        grad_mean += sums[i].x * p.gamma[first_channel + i];
-        grad_per_v += sums[i].y * p.gamma[first_channel + i];
+        const float gamma = value_of<T>(p.gamma, first_channel + i);
+        grad_mean += sums[i].x * gamma;
+        grad_per_v += sums[i].y * gamma;
     }
     const double n = double(p.group_channels) * p.rows * p.columns;
     grad_per_v *= group.rstd / n;
     grad_mean = isfinite(grad_per_v) ? grad_mean / n - group.mean_error * grad_per_v : NAN;
-    const float gamma = p.gamma[o], scale = p.scale[o];
+    const float gamma = value_of<T>(p.gamma, o), scale = value_of<T>(p.scale, o);
     const float most_q =
         fabsf(gamma) * largest[c][0] + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(grad_per_v));
     const double dh_per_q = double(group.rstd) * scale;
@@ -1268,7 +1306,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
         mbarrier_init(&tile.full[threadIdx.x], 32 * kWarps);
         mbarrier_init(&tile.empty[threadIdx.x], 32 * kWarps);
     }
-    prepare_scales<false>(p, tile.scales);
+    prepare_scales<T, false>(p, tile.scales);
     for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
         tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
     }
@@ -1292,7 +1330,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
         const int in = lane / 4;
         const int o = half * 16 + lane % 4 * 2;
         const auto scaled = [&](int o) {
-            return o < p.out_channels ? weight_at(p, o, in, tap) * (grad_x_scale / tile.channels[o].dh_scale) : 0.0f;
+            return o < p.out_channels ? weight_at<T>(p, o, in, tap) * (grad_x_scale / tile.channels[o].dh_scale) : 0.0f;
         };
         uint4& words = tile.weights[half][tap][lane];  // hi of o and o + 1, hi of o + 8 and o + 9, then their lo
         split_two(scaled(o), scaled(o + 1), words.x, words.z);
@@ -1585,7 +1623,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
             const int row = i % image / p.width - tap / 3;
             const int column = i % p.width - tap % 3;
             if (row < 0 || row >= p.rows || column < 0 || column >= p.columns) continue;
-            sum = fmaf(dh(o, row, column), weight_at(p, o, i / image, tap), sum);
+            sum = fmaf(dh(o, row, column), weight_at<T>(p, o, i / image, tap), sum);
         }
         p.grad_x[p.x_at(sample, 0, 0, 0) + i] = from_float<T>(sum);
     }
@@ -1615,22 +1653,23 @@ extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_
     const int64_t channels = sizes[kSamples] * sizes[kOutChannels];
     const int64_t measured = sizeof(float4) * most_bands(sizes);  // of a channel
     const int64_t h = (sizes[kType] == 0 ? 4 : 2) * pixels;
-    *bytes = conv_totals_bytes(sizes) + channels * (int64_t(sizeof(Channel)) + measured + h);
+    *bytes = channels * (int64_t(sizeof(Channel)) + measured + h) + 2 * sizeof(uint32_t) * sizes[kSamples];
     *rows = sizes[kSamples] * bands_of(sizes) * kWarps;
 }
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     const ConvArguments conv = arguments_of(pointers, sizes, 0);
-    // The workspace: the totals' memory, channels, measured, h.
+    // The workspace: channels, measured, h, largest, remade.
     const int64_t all_channels = sizes[kSamples] * sizes[kOutChannels];
-    auto* const channels =
-        reinterpret_cast<Channel*>(static_cast<char*>(pointers[kWorkspace]) + conv_totals_bytes(sizes));
+    auto* const channels = static_cast<Channel*>(pointers[kWorkspace]);
     auto* const measured = reinterpret_cast<float4*>(channels + all_channels);
     auto* const h = reinterpret_cast<T*>(measured + all_channels * most_bands(sizes));
     const int weights = conv.out_channels * conv.in_channels * kTaps;
     BackwardArguments<T> p = {conv, h, static_cast<T*>(pointers[kGradX]), channels,
         static_cast<float*>(pointers[kSums]), weights, weights + 4 * conv.out_channels};
     p.out = h;
+    p.largest = reinterpret_cast<uint32_t*>(h + all_channels * p.rows * p.columns);
+    p.remade = p.largest + p.samples;
     p.grad = pointers[kGrad];
     p.measured = measured;
     plan_forward(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
@@ -1652,39 +1691,61 @@ extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaSt
 
 CPP_SOURCE = r"""
 #line 1 "CPP_SOURCE in conv_sigmoid_group_norm.py"
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
-#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/group_norm.h>
+#include <ATen/ops/sigmoid.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 namespace {
 using at::Tensor;
-using Tensors = std::tuple<Tensor, Tensor>;
-// Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
-enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta };
+using Pair = std::tuple<Tensor, Tensor>;
+// Everywhere `tensors`, of one dtype: x, the convolution's weight and bias, bias, scale, the norm's weight and bias.
+enum { kInput, kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kTensors };
 
-// The output, and of each group the Statistics: mean, mean_error, rstd.
-Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
-    const Tensor& weight = parameters[kWeight];
-    const auto rows = x.sym_size(2) - weight.sym_size(2) + 1;
-    const auto columns = x.sym_size(3) - weight.sym_size(3) + 1;
-    const auto floats = x.options().dtype(at::kFloat);
-    return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
-        at::empty_symint({x.sym_size(0), groups, 3}, floats)};
+// The Model's lines.
+Tensor plain(at::TensorList t, int64_t groups, double eps) {
+    Tensor h = at::conv2d(t[kInput], t[kWeight], t[kConvBias]);
+    h = h + t[kBias];  // line by line, so that each old h is freed when the next is there
+    h = h * t[kScale];
+    h = at::sigmoid(h);
+    return at::group_norm(h, groups, t[kGamma], t[kBeta], eps);
+}
+// Whether our kernels take images of this size, with channels and parameters that `_valid` has checked.
+bool fits(const Tensor& x, bool recorded) {
+    const c10::SymInt rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
+    if (rows < 1 || columns < 2 || columns % 2 != 0 || rows * columns % 4 != 0) return false;
+    // All blocks together hold a sample, and a block has two rows of v or more.
+    const int sms = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
+    if (x.sym_size(0) >= 1 << 25 || rows > 2 * sms || columns > (recorded ? 254 : 350)) return false;
+    // With gradients partial sums are not to take more memory than h.
+    return !recorded || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
+}
+
+// The output, and of each group kLine 8-byte words of totals and, behind those of all groups, two of statistics.
+Pair forward_meta(at::TensorList tensors, int64_t groups, double) {
+    const Tensor &x = tensors[kInput], &weight = tensors[kWeight];
+    const c10::SymInt samples = x.sym_size(0), rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
+    return {at::empty_symint({samples, weight.sym_size(0), rows, columns}, x.options()),
+        at::empty_symint({samples, groups, 34}, x.options().dtype(at::kLong))};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
-Tensors backward_meta(const Tensor&, const Tensor& x, at::TensorList parameters, const Tensor&, bool of_x) {
-    const auto values = parameters[kWeight].sym_numel() + 4 * parameters[kBias].sym_numel();
+Pair backward_meta(const Tensor&, at::TensorList tensors, const Tensor&, bool of_x) {
+    const Tensor& x = tensors[kInput];
+    const auto values = tensors[kWeight].sym_numel() + 4 * tensors[kBias].sym_numel();
     return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
         at::empty_symint({values}, x.options().dtype(at::kFloat))};
 }
 
-extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
 extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
@@ -1697,66 +1758,146 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
 
 // What the launchers take, in the order of the kernels' enums Size, Pointer and BackwardPointer.
 struct Arguments {
-    std::vector<Tensor> held;
-    std::vector<void*> pointers;
-    std::vector<int64_t> sizes;
-    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups) {
+    c10::SmallVector<Tensor, 16> held;
+    c10::SmallVector<void*, 16> pointers;
+    std::array<int64_t, 9> sizes;
+    Arguments(at::TensorList tensors, const Tensor& out, const Tensor& group_sums) {
+        const Tensor& x = tensors[kInput];
         int type = 0;
         if (x.scalar_type() == at::kHalf) type = 1;
         if (x.scalar_type() == at::kBFloat16) type = 2;
         const cudaDeviceProp* const gpu = at::cuda::getCurrentDeviceProperties();
-        sizes = {x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
+        sizes = {x.size(0), x.size(1), x.size(2), x.size(3), tensors[kWeight].size(0), group_sums.size(1),
             gpu->multiProcessorCount, int64_t(gpu->sharedMemPerBlockOptin), type};
         add(aligned(x));
         add(out);
-        const bool converts = x.scalar_type() != at::kFloat;  // parameters have x's dtype; kernels take float32
-        for (const Tensor& t : parameters) {
-            add(converts ? at::empty(t.sizes(), t.options().dtype(at::kFloat)) : t.contiguous());
-        }
-        if (converts) at::_foreach_copy_(at::TensorList(held).slice(2), parameters);  // one kernel, not six
+        for (const Tensor& parameter : tensors.slice(1)) add(parameter.contiguous());
+        add(group_sums);
     }
-    void add(const Tensor& t) { pointers.push_back(held.emplace_back(t).data_ptr()); }
-    void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
+    void add(Tensor t) {
+        pointers.push_back(t.data_ptr());
+        held.push_back(std::move(t));
+    }
 };
 
-Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    auto [out, statistics] = forward_meta(x, parameters, groups, eps);
-    if (out.numel() == 0) return {out, statistics};
-    Arguments arguments(x, out, parameters, groups);
-    arguments.add(statistics);
-    arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
+Pair forward_cuda(at::TensorList tensors, int64_t groups, double eps) {
+    const c10::cuda::CUDAGuard guard(tensors[kInput].device());
+    Pair results = forward_meta(tensors, groups, eps);
+    const auto& [out, group_sums] = results;
+    if (out.numel() == 0) return results;
+    if (!fits(tensors[kInput], false)) return {plain(tensors, groups, eps), group_sums};
+    const Arguments arguments(tensors, out, group_sums);
     const auto stream = c10::cuda::getCurrentCUDAStream();
     check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, stream));
-    return {out, statistics};
+    return results;
 }
 
-Tensors backward_cuda(
-    const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    auto [grad_x, of_parameters] = backward_meta(grad, x, parameters, statistics, of_x);
+Pair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tensor& group_sums, bool of_x) {
+    const c10::cuda::CUDAGuard guard(grad.device());
+    auto [grad_x, of_parameters] = backward_meta(grad, tensors, group_sums, of_x);
     if (grad.numel() == 0) return {grad_x, of_parameters.zero_()};
-    Arguments arguments(x, grad_x, parameters, statistics.size(1));
+    Arguments arguments(tensors, grad_x, group_sums);
     int64_t bytes, rows;
     conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
     const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
-    arguments.add(statistics);
-    arguments.add_bytes(bytes);
-    for (const Tensor& t : {aligned(grad), grad_x, sums}) arguments.add(t);
+    const Tensor workspace = at::empty({bytes}, sums.options().dtype(at::kByte));
+    for (const Tensor& t : {workspace, aligned(grad), grad_x, sums}) arguments.add(t);
     check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
     return {grad_x, sums.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(at::kFloat)};
+}
+
+// The operator of that name, called by way of PyTorch's dispatcher, which has one for each device and for tracing.
+template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
+}
+Pair call_forward(at::TensorList tensors, int64_t groups, double eps) {
+    static const auto forward = operator_of<decltype(forward_meta)>("NAMESPACE::forward");
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    return forward.call(tensors, groups, eps);
+}
+
+// The whole network. Saves its inputs and the groups' sums; the backward makes h again.
+struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
+    using Context = torch::autograd::AutogradContext;
+    using Gradients = torch::autograd::variable_list;
+
+    static Tensor forward(Context* context, const Tensor& x, const Tensor& weight, const Tensor& conv_bias,
+        const Tensor& bias, const Tensor& scale, const Tensor& gamma, const Tensor& beta, int64_t groups, double eps) {
+        auto [out, group_sums] = call_forward({x, weight, conv_bias, bias, scale, gamma, beta}, groups, eps);
+        context->save_for_backward({x, weight, conv_bias, bias, scale, gamma, beta, group_sums});
+        context->saved_data["groups"] = groups;
+        context->saved_data["eps"] = eps;
+        return out;
+    }
+    static Gradients backward(Context* context, const Gradients& grads) {
+        Gradients tensors = context->get_saved_variables(), found(kTensors + 2);
+        const Tensor group_sums = tensors.back();
+        tensors.pop_back();
+        if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
+            differentiate_plainly(context, grads[0], tensors, found);
+            return found;
+        }
+        static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
+        const at::AutoDispatchBelowADInplaceOrView no_autograd;
+        auto [of_x, of_parameters] = backward.call(grads[0], tensors, group_sums, context->needs_input_grad(kInput));
+        if (context->needs_input_grad(kInput)) found[kInput] = of_x;
+        of_parameters = of_parameters.to(grads[0].scalar_type());
+        c10::SymInt first = 0;
+        for (int i = kWeight; i < kTensors; ++i) {
+            const c10::SymInt values = tensors[i].sym_numel();
+            const Tensor gradient = of_parameters.narrow_symint(0, first, values).view_symint(tensors[i].sym_sizes());
+            if (context->needs_input_grad(i)) found[i] = i == kBias ? gradient.clone() : gradient;
+            if (i != kConvBias) first += values;  // both biases have the same gradient
+        }
+        return found;
+    }
+    // By the derivatives of the Model's lines, which PyTorch can differentiate again. They take views of the tensors,
+    // as one of these may be made of another: its gradient is to omit what goes through that.
+    static void differentiate_plainly(Context* context, const Tensor& grad, Gradients& tensors, Gradients& found) {
+        Gradients wanted;
+        for (int i = 0; i < kTensors; ++i) {
+            tensors[i] = tensors[i].view_symint(tensors[i].sym_sizes());
+            if (context->needs_input_grad(i)) wanted.push_back(tensors[i]);
+        }
+        const Tensor out = plain(tensors, context->saved_data["groups"].toInt(), context->saved_data["eps"].toDouble());
+        const Gradients gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
+        int next = 0;
+        for (int i = 0; i < kTensors; ++i) {
+            if (context->needs_input_grad(i)) found[i] = gradients[next++];
+        }
+    }
+};
+
+// The network, with its gradients.
+Tensor network(const Tensor& x, const Tensor& weight, const Tensor& conv_bias, const Tensor& bias, const Tensor& scale,
+    const Tensor& gamma, const Tensor& beta, int64_t groups, double eps) {
+    std::array<Tensor, kTensors> t = {x, weight, conv_bias, bias, scale, gamma, beta};
+    bool recorded = false;
+    for (const Tensor& one : t) recorded |= one.requires_grad();
+    recorded &= at::GradMode::is_enabled();
+    // A program that is exported for images of any size decides when it runs, in forward_cuda.
+    const bool any_size = x.sym_size(2).is_symbolic() || x.sym_size(3).is_symbolic();
+    if ((recorded || !any_size) && !fits(x, recorded)) return plain(t, groups, eps);
+    if (at::autocast::is_autocast_enabled(at::kCUDA)) {  // the Model returns float32 there, in which kernels compute
+        for (Tensor& one : t) one = one.to(at::kFloat);
+    }
+    if (!recorded) return std::get<0>(call_forward(t, groups, eps));
+    return ConvSigmoidGroupNorm::apply(t[0], t[1], t[2], t[3], t[4], t[5], t[6], groups, eps);
 }
 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
+    m.def("network(Tensor x, Tensor weight, Tensor conv_bias, Tensor bias, Tensor scale, Tensor gamma, Tensor beta, "
+          "int groups, float eps) -> Tensor",
+        network);
+    m.def("forward(Tensor[] tensors, int groups, float eps) -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor[] tensors, Tensor group_sums, bool of_x) -> (Tensor, Tensor)");
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
     m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
-    // Gradients go through the autograd.Function below; backward through an operator called directly raises an error.
+    // Only `network` has gradients: backward through one of these, called directly, raises an error.
     for (const char* name : {"forward", "backward"}) {
         m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
     }
@@ -1835,11 +1976,11 @@ def _load(name: str, arch: str = "") -> str:
 
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
-_GPUS = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.version.cuda else 0))
-_SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 0: no wgmma, the kernel's instruction
-if any(_SMS):  # where nothing is built, its 0.1 s are saved
+_GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
+_HOPPERS = [gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu)[0] == 9]  # wgmma, the kernels' instruction
+if _HOPPERS:  # where nothing is built, its 0.1 s are saved
     from torch.utils import cpp_extension
-NAMESPACE = _load("hopper_conv_sigmoid_group_norm", "90a") if any(_SMS) else ""
+NAMESPACE = _load("conv_sigmoid_group_norm_hopper", "90a") if _HOPPERS else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
@@ -1857,86 +1998,42 @@ def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch
     return torch.sigmoid(h)
 
 
-def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
-    """The Model's lines, of its tensors."""
-    h = _activate(nn.functional.conv2d(x, conv_weight, conv_bias), bias, scale)
-    return nn.functional.group_norm(h, groups, weight, group_bias, eps)
+def _read(module: nn.Module, name: str) -> torch.Tensor:
+    """The attribute of that name. nn.Module's own look-up takes the host about a microsecond more."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
-_TYPES, _DTYPES = (nn.Parameter, torch.Tensor, FakeTensor), (torch.float32, torch.float16, torch.bfloat16)
+_TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _valid(tensors: tuple, groups: int) -> bool:
-    """Whether the operators can take the network's tensors: those of a Hopper, contiguous, of one dtype or autocast."""
+    """Whether `network` takes the tensors: of a Hopper, contiguous, of one dtype or autocast, with few channels."""
     x, weight, *vectors = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     if type(x) not in _TYPES or not x.is_cuda:  # in this order: torch.fx traces with what has no truth value
         return False
     device, dtype = x.device, x.dtype
-    if not _SMS[device.index]:
+    if device.index not in _HOPPERS:
         return False
     autocast = torch.is_autocast_enabled("cuda")
-    for t in tensors:  # loops, as each any() takes the host a microsecond more
+    for t in tensors:  # a loop, as any() takes the host a microsecond more
         if type(t) not in _TYPES or t.device != device or t.dtype not in _DTYPES or (t.dtype != dtype and not autocast):
             return False
-    for t in (x, weight):
-        if t.dim() != 4 or not t.is_contiguous():
-            return False
-        # PyTorch's convolution reads channels_last off the strides of dimensions of 1, too.
-        if t.stride(1) != t.shape[2] * t.shape[3] or t.stride(3) != 1:
-            return False
-    channels = weight.shape[0]
-    shapes = [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
-    if x.shape[1] == 0 or x.shape[1] != weight.shape[1] or channels % groups != 0:
+    if x.dim() != 4 or weight.dim() != 4 or not x.is_contiguous() or not weight.is_contiguous():
         return False
-    if [t.shape for t in vectors] != shapes:
+    ins, height, width = x.shape[1:]
+    channels, weight_ins, *kernel = weight.shape
+    # PyTorch's convolution reads channels_last off the strides of dimensions of 1, too.
+    if x.stride(1) != height * width or x.stride(3) != 1 or weight.stride(1) != 9 or weight.stride(3) != 1:
         return False
-    return x.shape[0] * channels < 2**30
-
-
-def _fits(x: torch.Tensor, weight: torch.Tensor, recorded: bool) -> bool:
-    """Whether our kernels take valid tensors: a block holds two rows of v, all blocks together hold a sample."""
-    if x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3):
+    if kernel != [3, 3] or ins != weight_ins or not 1 <= ins <= 8 or not 1 <= channels <= 32 or channels % groups != 0:
         return False
-    rows, columns = x.shape[2] - 2, x.shape[3] - 2
-    if min(rows, columns) < 1 or rows * columns < 2:
+    if height * width <= 9:  # a single pixel out: with one sample PyTorch refuses it
         return False
-    if recorded and rows * columns < 8 * (9 * x.shape[1] + 4):  # a band's partial sums would take more memory than h
-        return False
-    if columns > 254 or rows > 2 * _SMS[x.device.index]:
-        return False
-    return columns % 2 == 0 and rows * columns % 4 == 0
-
-
-class ConvSigmoidGroupNorm(torch.autograd.Function):
-    """The whole network. Saves its inputs and the groups' mean and rstd; the backward makes h again."""
-
-    @staticmethod
-    def forward(ctx, groups, eps, x, *parameters):
-        out, statistics = _OPERATORS.forward.default(x, parameters, groups, eps)
-        ctx.groups, ctx.eps = groups, eps
-        ctx.save_for_backward(x, *parameters, statistics)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        *tensors, statistics = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
-            # Views, as one of the tensors may be made of another: its gradient is to omit what goes through that.
-            tensors = [t.view_as(t) for t in tensors]
-            out = _plain(*tensors, ctx.groups, ctx.eps)
-            wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            return None, None, *(next(found) if need else None for need in needs)
-        backward = _OPERATORS.backward.default
-        of_x, of_parameters = backward(grad, tensors[0], tensors[1:], statistics, needs[0])
-        channels = tensors[2].numel()
-        parts = of_parameters.to(grad.dtype).split([tensors[1].numel(), channels, channels, channels, channels])
-        of_weight, of_biases, of_scale, of_gamma, of_beta = parts  # both biases have the same gradient
-        found = (of_x, of_weight, of_biases, of_biases.clone(), of_scale, of_gamma, of_beta)
-        return None, None, *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True))
+    return [t.shape for t in vectors] == [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
 
 
 class ModelNew(nn.Module):
@@ -1959,26 +2056,16 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         conv, norm = self.conv, self.group_norm
-        fits = self._is_usual()
-        if fits:
-            tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
-            fits = _valid(tensors, norm.num_groups)
-        if fits:
-            recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-            fits = _fits(x, conv.weight, recorded)
-        if not fits:
-            return norm(_activate(conv(x), self.bias, self.scale))
-        groups, eps = norm.num_groups, norm.eps
-        autocast = torch.is_autocast_enabled(x.device.type)
-        if autocast:  # the Model returns float32 there, in which the kernels compute
-            tensors = tuple(t.float() for t in tensors)
-        if recorded:
-            return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
-        return _OPERATORS.forward.default(tensors[0], tensors[1:], groups, eps)[0]
+        if NAMESPACE and self._is_usual(conv, norm):
+            of_conv = (_read(conv, "weight"), _read(conv, "bias"))
+            of_norm = (_read(norm, "weight"), _read(norm, "bias"))
+            tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)
+            if _valid(tensors, norm.num_groups):
+                return _OPERATORS.network.default(*tensors, norm.num_groups, norm.eps)
+        return norm(_activate(conv(x), self.bias, self.scale))
 
-    def _is_usual(self) -> bool:
+    def _is_usual(self, conv: nn.Module, norm: nn.Module) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the totals."""
-        conv, norm = self.conv, self.group_norm
         if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:
             return False
         return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
