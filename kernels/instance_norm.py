@@ -130,11 +130,11 @@ template <typename T, bool RAGGED> struct Span {
     __device__ Span(const Task<T>& task, int64_t slice, int count = 1) {
         if (slice >= task.slices) return;
         const int64_t begin = slice * task.n;
-        const int64_t values = (task.slices - slice < count ? task.slices - slice : count) * task.n;
+        const int64_t slices = count == 1 || slice + count <= task.slices ? count : task.slices - slice;
         if (RAGGED) head = int(uint64_t(begin) % V);
         base = begin - head;
-        packs = int((head + values + V - 1) / V);
-        if (RAGGED) tail = int(uint64_t(head + values - 1) % V) + 1;
+        packs = int((head + slices * task.n + V - 1) / V);
+        if (RAGGED) tail = int(uint64_t(head + slices * task.n - 1) % V) + 1;
     }
     // Bit i: whether value i of pack p is the span's.
     __device__ unsigned mask(int p) const {
@@ -293,8 +293,8 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
     add_over_lanes(value, warps);
 }
 
-// Computes the Norms of SLICES slices that a group's threads hold. each(use) calls use(s, i, mask) for each pack i that
-// the thread holds of its s-th slice. On entry norm[s].mean has the slice's first values.
+// Computes the Norms of SLICES slices that a group's threads hold. each(use) calls use(s, i, mask, ...) for each pack i
+// that the thread holds of its s-th slice. On entry norm[s].mean has the slice's first values.
 template <bool RAGGED, typename T, int OPERANDS, int SLICES, int ITEMS, typename Each>
 __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<T, OPERANDS> (&held)[SLICES][ITEMS],
     const Each& each, const Task<T>& task, int group) {
@@ -305,7 +305,7 @@ __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<
         else add_over_warps(sum, group);
     };
     float around_first[SLICES * kSums] = {};  // only the sums of d and e are used: the compiler drops the others
-    each([&](int s, int i, unsigned mask) {
+    each([&](int s, int i, unsigned mask, const auto&...) {
         add_products<RAGGED>(around_first + s * kSums, held[s][i], mask, norm[s].mean);
     });
     float difference[SLICES * OPERANDS];  // from the first values to the means
@@ -319,7 +319,9 @@ __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<
         if (ITEMS > 1) make_opaque(held[s]);
     }
     float sum[SLICES * kSums] = {};
-    each([&](int s, int i, unsigned mask) { add_products<RAGGED>(sum + s * kSums, held[s][i], mask, norm[s].mean); });
+    each([&](int s, int i, unsigned mask, const auto&...) {
+        add_products<RAGGED>(sum + s * kSums, held[s][i], mask, norm[s].mean);
+    });
 #pragma unroll
     for (int k = 1; k < SLICES * kSums; k += 2)
         sum[k] *= inverse_n;  // d * d and d * e are divided by n before the group adds them: their total could overflow
@@ -345,41 +347,41 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     // first_slice + groups.
     const int group = 1 << log_group, groups = blockDim.x >> log_group, member = threadIdx.x & (group - 1);
     const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES + (threadIdx.x >> log_group);
-    const auto span = [&](int s) { return Span<T, RAGGED>(task, first_slice + s * groups); };
     Packs<T, OPERANDS> held[SLICES][ITEMS];
     Norm<OPERANDS> norm[SLICES];
-    // Calls use(s, i, mask) for each pack i that the thread holds of its s-th slice. Past the slice's end it calls use
-    // only for slices of whole packs with one pack a thread, with a mask of 0: without branches the compiler reuses
-    // what it has computed (bfloat16 slices of 8 x 8: 0.93 of the time, backward 0.76).
+    // Calls use(s, i, mask, exists, slice, p) for each pack i that the thread holds of its s-th slice: the slice's pack
+    // p. Past the slice's end it calls use only for slices of whole packs with one pack a thread, exists being false:
+    // without branches the compiler reuses what it has computed (bfloat16 slices of 8 x 8: 0.93 of the time, backward
+    // 0.76).
     const auto each = [&](const auto& use) {
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
-            const Span<T, RAGGED> slice = span(s);
+            const Span<T, RAGGED> slice(task, first_slice + s * groups);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const int p = member + i * group;
                 const bool exists = p < slice.packs;
-                if ((ITEMS == 1 && !RAGGED) || exists) use(s, i, exists ? slice.mask(p) : 0);
+                if ((ITEMS == 1 && !RAGGED) || exists) use(s, i, exists ? slice.mask(p) : 0, exists, slice, p);
             }
         }
     };
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-        const Span<T, RAGGED> slice = span(s);
+        const Span<T, RAGGED> slice(task, first_slice + s * groups);
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
             norm[s].mean[o] = slice.packs > 0 ? to_float(task.from[o][slice.base + slice.head]) : 0;
         }
     }
-    each([&](int s, int i, unsigned mask) {
+    each([&](int s, int i, unsigned, bool exists, const auto& slice, int p) {
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
-            if (RAGGED || mask != 0) span(s).template load<false>(task, held[s][i].of[o], o, member + i * group);
+            if (exists) slice.template load<false>(task, held[s][i].of[o], o, p);
         }
     });
     set_norms<RAGGED>(norm, held, each, task, group);
-    each([&](int s, int i, unsigned mask) {
-        if (mask != 0) span(s).store(task, norm[s](held[s][i]), member + i * group);
+    each([&](int s, int i, unsigned, bool exists, const auto& slice, int p) {
+        if (exists) slice.store(task, norm[s](held[s][i]), p);
     });
 }
 
