@@ -213,22 +213,24 @@ def main() -> int | None:
         return call_all(options.pairs, options.call, options.until)
     folder, stems, reach, running, right = Path(tempfile.mkdtemp()), options.pairs.split(","), {}, {}, True
     for gpu, stem in enumerate(stems):
-        path = folder / stem
-        running[stem] = start("--pairs", stem, "--profile", path, output=folder / f"{stem}.log", gpu=gpu)
+        (folder / stem).mkdir(parents=True)  # a folder of its own: stems may have a slash
+        path, output = folder / stem / "reach", folder / stem / "log"
+        running[stem] = start("--pairs", stem, "--profile", path, output=output, gpu=gpu)
     for stem, process in running.items():
-        assert process.wait() == 0, (folder / f"{stem}.log").read_text()
-        reach[stem] = json.loads((folder / stem).read_text())
+        assert process.wait() == 0, (folder / stem / "log").read_text()
+        reach[stem] = json.loads((folder / stem / "reach").read_text())
         missing = sorted(set(reach[stem]["built"]) - set().union(*reach[stem]["calls"]))
         print(f"{stem}: the calls launch all of {len(reach[stem]['built'])} kernels but {missing}", flush=True)
     until, running = time.monotonic() + options.seconds, {}
     for gpu, (tool, stem) in enumerate((t, s) for t in options.tools.split(",") for s in stems if not options.reach):
-        log, asked = folder / f"{tool}, {stem}", ("--pairs", stem, "--call", folder / stem, "--until", until)
+        log, asked = folder / stem / tool, ("--pairs", stem, "--call", folder / stem / "reach", "--until", until)
         running[tool, stem] = log, start(*asked, output=log, gpu=gpu, tool=tool)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # who stops this tool early is told what was found so far
     try:
         while any(process.poll() is None for _, process in running.values()) and time.monotonic() < until + GRACE:
             if all(process.poll() is not None or REACHED in log.read_text() for log, process in running.values()):
-                (folder / REACHED).touch()
+                for stem in stems:
+                    (folder / stem / REACHED).touch()
             time.sleep(0.5)
     finally:  # in sessions of their own, they would go on without this process
         for (tool, stem), (log, process) in running.items():
