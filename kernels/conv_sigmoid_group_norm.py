@@ -89,7 +89,8 @@ __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 +
 // is small, the difference would lose its digits.
 __device__ __forceinline__ float activation_gradient(float z) {
     const float v = activation(z);
-    // Where v is 0, 2^(-log2(e) z) may be infinite. Their product is NaN then, and fminf returns v.
+    // Where v is 0, 2^(-log2(e) z) may be infinite. Their product is NaN then, and fminf returns v. Where z is NaN,
+    // both are NaN, and so is w.
     const float w = fminf(v, exp2_approx(-1.44269504f * z) * v);
     return fmaf(-w, w, w);
 }
@@ -108,14 +109,16 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   finish       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd; dW       writes dx
 //
 // Here bias is the sum of the convolution's and the network's, z = h scale, g is the gradient of out, dW that of the
-// convolution's weights. The last two sums are without the factor rstd of dz: publish_gradients multiplies each by it,
-// once. The gradient of x is the convolution of dh, with zeros around it, and the weights rotated by 180 degrees.
+// convolution's weights. The backward's finish adds up dz and dz h without dz's factor rstd: publish_gradients
+// multiplies each of these sums by it, once. The gradient of x is the convolution of dh, with zeros around it, and the
+// weights rotated by 180 degrees.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
-// least as many blocks as a sample has tiles. Blocks take tiles in order. So each block for which another one waits has
-// begun its tile of that sample, and publishes before it waits itself; or it is at a tile of an earlier sample, where
-// the same holds. If the grid has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, there
-// are two launches: the first only publishes; the second repeats the convolution and finishes.
+// least as many blocks as a sample has tiles. Blocks take tiles in order, so by (2) no block has two tiles of a sample:
+// none waits for a tile that it would have to make itself later. A block for which another one waits makes its tile of
+// that sample, and publishes it before it waits itself; or it waits for an earlier sample, where the same holds. If the
+// grid has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, there are two launches: the
+// first only publishes; the second repeats the convolution and finishes.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In float32, on compute capability
 // 8.0, with 3x3 kernels and at most 16 output channels, it is one: a block takes 86 KiB of shared memory, of 164.
@@ -432,12 +435,12 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
     lo = reinterpret_cast<const uint32_t&>(low);
 }
 
-// For W's gradient: what may be wrong with a channel's x. A thread looks at the largest |x| of the channel among the
-// values that it received, and sets one flag, shifted by the channel's number, or none if it is 0. The flags are or-ed.
-// - kFaint: it is so small beside the tile's largest |x| that its pieces, see `multiply`, have lost digits.
-// - kClear: it is not. One such thread is enough: beside its values, the other threads' errors are small.
-// - kNotFinite: it is infinite. With float32's pieces all channels would become NaN, and with any type those taps, too,
-//   for which it meets only the zero dh of pixels outside the output. (A NaN needs no flag: it makes h NaN in all
+// For W's gradient: what may be wrong with a channel's x. Let m be the largest |x| of the channel among the values that
+// a thread received. The thread sets one flag, shifted by the channel's number, or none if m is 0. The flags are or-ed.
+// - kFaint: m is so small beside the tile's largest |x| that its pieces, see `multiply`, have lost digits.
+// - kClear: m is not. One such thread is enough: beside its values, the other threads' errors are small.
+// - kNotFinite: m is infinite. With float32's pieces all channels would become NaN, and with any type those taps, too,
+//   for which m meets only the zero dh of pixels outside the output. (A NaN needs no flag: it makes h NaN in all
 //   output channels, so the sample's statistics, its dh, and W's gradient are NaN, as they should be.)
 constexpr unsigned kFaint = 1, kClear = kFaint << kStage, kNotFinite = kClear << kStage;
 template <typename T> __device__ __forceinline__ unsigned flags_of(float largest, float scale) {
@@ -748,7 +751,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
 // - one of them is not finite. With float32's pieces scale_for returns NaN for an infinite x or weight of a stage, so
 //   all values become NaN. With 16 bits an infinite x times the zero weight of a tap that does not exist is NaN. An
-//   infinite weight times a zero around the image is NaN, too; here nothing outside the image is multiplied.
+//   infinite weight times a zero around the image is NaN, too. `mend` multiplies nothing outside the image.
 // - `unit` is large, for float32 on tensor cores. At kMostUnit the absolute error described at `multiply` makes z = h
 //   scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27 as a rule, which is less than float32's own
 //   rounding of a z of 1. `unit` exceeds that if x and weights are so large that z saturates a sigmoid as a rule.
@@ -990,9 +993,9 @@ __device__ __forceinline__ void sum_values(
     float sums[2 * kChannels] = {}, anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        // The anchor is the median of three pixels of the channel's first lane: an infinity in x makes at most one of
-        // them infinite or NaN. If one of the other two is outside the image, the anchor is the lane's first pixel,
-        // which is outside only if all of the lane's pixels are.
+        // The anchor is the median of three pixels of the channel's first lane, which are so far apart that an infinity
+        // in x makes at most one of them infinite or NaN. If the second or the third is outside the image, the anchor
+        // is the lane's first pixel, which is outside only if all of the lane's pixels are.
         const float first = v[o][0];
         const float second = three ? v[o][kSecond] : first;
         const float third = three ? v[o][kThird] : first;

@@ -105,15 +105,15 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
 // without the last term, and the finisher (warpgroup 2, see below) multiplies the sum by both rows' inverse scales. The
-// dropped lo lo' is at most 2^-22 of v v', 2^-24.5 rms, and of either sign, so that over K products such errors partly
-// cancel. Float32 arithmetic loses up to 2^-24 of the whole sum at each of its K additions.
+// dropped lo lo' is 2^-22 of v v' at most, and 2^-24.5 of it in the root mean square. Its sign is random, so over K
+// products such errors partly cancel. Float32 arithmetic loses up to 2^-24 of the whole sum at each of its K additions.
 //
-// The tensor cores do not round their sums, they truncate them. So for every 64 of K a consumer starts its accumulators
-// at zero, multiplies hi lo' and lo hi' first, then hi hi', and then adds the accumulators to other registers by
-// float32 additions, which round (Ootomo and Yokota, arXiv 2203.03341). What is left: h is too small by 0.75 * 2^-23 of
-// itself on average, as measured for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for
-// it: see kTruncated. In linear_swish_group_norm h goes through the activation before the norm, so no one factor
-// could.)
+// The tensor cores do not round their sums, they truncate them, and what an addition loses grows with the accumulator.
+// So for every 64 of K a consumer starts its accumulators at zero, multiplies hi lo' and lo hi' first, while the
+// accumulators are small, then hi hi', and then adds the accumulators to other registers by float32 additions, which
+// round (Ootomo and Yokota, arXiv 2203.03341). What is left: h is too small by 0.75 * 2^-23 of itself on average, as
+// measured for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated. In
+// linear_swish_group_norm h goes through the activation before the norm, so no one factor could.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
@@ -135,8 +135,12 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //                                          unscales them, applies the epilogue, stores the output
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The slots are one ring. The consumers fill it in
-// turn, and the finisher empties it in the same order. The s-th slot that is filled for a tile holds sums of consumer
-// s % 2: of rows 64 (s / 4) to 64 (s / 4) + 63 of its half, and of the left (s / 2 % 2 = 0) or the right 64 columns.
+// turn, and the finisher empties it in the same order. For each tile they are
+//
+//     number s of the slot            0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
+//     filled by consumer              0     1     0      1        0       1       0       1
+//     rows of that consumer's half    0-63  0-63  0-63   0-63     64-127  64-127  64-127  64-127
+//     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
 // Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
 //   - A scaled value is "coarse" if 2^-25 is more than the relative error that its pieces have anyway: below 2^-2 with
@@ -206,7 +210,8 @@ __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
 // Threads find the smallest of their exponents by atomicMax on a word of memory that is zeroed beforehand. Each submits
-// 1024 - exponent, which is positive as all exponents are between -252 and 252; 0 means that none was submitted.
+// 1024 - exponent, which is positive, as all exponents are between -252 and 252 (see kLargestExponent). 0 means that
+// none was submitted.
 __device__ __forceinline__ void note_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -629,7 +634,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     const uint64_t a = tile_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * (Scheme::kTileRows / 2) * 128);
     const uint64_t b = tile_descriptor<MN_MAJOR_B>(shared.stages[0].b);
     float sums[64];  // of the first 64 rows
-    float more[64] = {};  // with one product those of the other 64 rows; with three what sum_products calls recent
+    float more[64] = {};  // with one product the sums of the other 64 rows; with three the accumulators, `recent`
     Ring<Scheme::kStages> ring;
     Ring<Scheme::kSlots> slot;
     slot.advance(warpgroup);
@@ -641,7 +646,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
             //
             // There are two barriers, because 0 may be ahead of 1 by all stages, 4 lines. If a tile has only 4 lines, 0
             // may arrive for the next tile before 1 has waited for this one. ring.phase changes every 4 lines, so that
-            // these two arrivals are at different barriers.
+            // these two arrivals are at different barriers. (If a tile has more lines, 0 cannot be a whole tile ahead.)
             if (warpgroup > 0) barrier_sync(1 + ring.phase, 256);
             else barrier_arrive(1 + ring.phase, 256);
         }
