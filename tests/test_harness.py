@@ -131,6 +131,12 @@ def test_zeros_stay_zeros_and_a_batch_without_effect_is_noted(judge):
     assert run.ok and run.notes == ["--batch has no effect: the Model's file has no batch_size"], run
 
 
+def test_a_model_may_read_the_batch_size_when_it_is_made(judge):
+    model = any_model("x + self.start", layers="self.start = torch.rand(batch_size, 64)")
+    (run,) = judge(model.replace("class Model(", "class ModelNew("), model, batch=5)
+    assert run.status == record.DROP_IN and run.batch == 5, run
+
+
 def test_half_a_message_is_no_hang(judge):
     half = "[os.write(f, b'\\0\\0\\x10\\0{') for f in range(3, 64) if os.path.exists(f'/proc/self/fd/{f}')"
     half = half + " and 'socket' in os.readlink(f'/proc/self/fd/{f}')]"
