@@ -367,11 +367,11 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
             reject(request, [*error.args], error.kind)
         elif error.kind == "memory" and not must:
             case.notes.append(f"not asked for want of memory: {request.when}")
-        elif error.kind == "doubt" and draws > 1:
+        elif error.kind == "uncertain" and draws > 1:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
-        elif error.kind in ("wrong", "doubt") and request.mode == "train" and as_in_eval(case, request):
+        elif error.kind in ("wrong", "uncertain") and request.mode == "train" and as_in_eval(case, request):
             case.lacks("has no training mode: it answers as in eval mode")
-        elif error.kind in ("wrong", "doubt") and request.values == "no drop-in":
+        elif error.kind in ("wrong", "uncertain") and request.values == "no drop-in":
             case.lacks(str(error.args[0]))
         else:
             raise error from raised
@@ -479,7 +479,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         found = (gates.unlike(name, new, eager, case.tolerance(eager)) for name, eager, new in pairs)
         reject(request, [why for each in found for why in each])
         return
-    wrong, doubts = [], 0
+    wrong, uncertain = [], 0
     exact = cache(lambda: case.exact(request, draw(), model))  # when it is first wanted
     unclear = cache(lambda: ties(case, request, draw(), answer, model))
     for name, eager, new in pairs:
@@ -501,12 +501,12 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             close = gates.are_close(new, right[name], tolerance, gates.scale_of(name, right[name]))
             if close or (request.gates == 1 and not [*found.over_limit(case.eps)]):
                 continue  # the Model is far off itself
-            doubts += request.gates == 1
+            uncertain += request.gates == 1
         allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
         place, mine, theirs = found.worst_of(new, eager)
         said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
         wrong.append(f"{name}{place or ''} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
-    reject(request, wrong, "doubt" if doubts == len(wrong) else "wrong")
+    reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong")
 
 
 def inspect_forms(case: Case, request: Request, answer: Answer, forms: list[str]) -> None:

@@ -80,7 +80,11 @@ multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic
 
 
 class Rejected(Exception):
-    """A contender failed, for the reasons given. `kind`: "wrong", "doubt", BUILD, "raised", "crashed" or "memory"."""
+    """A contender failed, for the reasons given.
+
+    `kind`: "wrong"; "uncertain", where a single answer meets neither gate, and other inputs may decide; BUILD;
+    "raised", "crashed" or "memory".
+    """
 
     def __init__(self, *reasons: str, kind: str = "wrong"):
         super().__init__(*reasons)
