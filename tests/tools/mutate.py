@@ -72,7 +72,7 @@ KERNELS = [
     (SWISH, "v.dim() != 1 or v.shape[0] != n for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "not _is_plain(norm, nn.GroupNorm) or", "", "dropin"),
     (CONV, "== ((1, 1), (0, 0), (1, 1), 1)", "== (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
-    (CONV, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
+    (CONV, "    h = _activate(torch.conv2d(x", "    h = torch.tanh(torch.conv2d(x", "gradients"),
     (CONV, "not _is_image(x) or not _is_image(weight)", "not _is_image(x)", "forward"),
     (CONV, "h, groups, parameters[kGamma],", "h, groups, parameters[kBias].flatten(),", "convolution_on_cpu"),
     (CONV, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
