@@ -22,8 +22,8 @@ needs. The other reads both once more; the gradient of h never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.25 TB/s of a copy on the device. By `python harness.py
-hopper/conv_sigmoid_group_norm --backward` the forward takes 0.435 ms there, 13.4 times as fast as eager, also with
-gradients recorded; forward and backward 2.30 ms, 8.0 times; in bfloat16 0.298 and 1.44 ms, 17.7 and 8.7 times.
+hopper/conv_sigmoid_group_norm --backward` the forward takes 0.439 ms there, 13.4 times as fast as eager, also with
+gradients recorded; forward and backward 2.30 ms, 8.1 times; in bfloat16 0.289 and 1.43 ms, 18.4 and 8.8 times.
 """
 
 import contextlib
