@@ -5,26 +5,29 @@
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
 over each slice: the H x W values of one sample and channel. var is the biased variance. On a GPU of compute capability
-7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16, on a CPU only float32 without
-gradients. For everything else, and for a norm with hooks (see `fits`), PyTorch's instance_norm is called.
+7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16. On a CPU they take only float32
+without gradients. For everything else, and for a norm with hooks (see `fits`), PyTorch's instance_norm is called.
 
 Mean and variance depend on every value of a slice, so no output can be written before the whole slice has been read:
 every value is used twice. To read it from DRAM only once, the kernels keep the slice on the chip between the two uses.
-The backward keeps the slice of g, too. Where, depends on the size of the slice of x (in brackets: in the backward):
+The backward keeps the slice of g, too. The size of x's slice decides where (in brackets: its limit in the backward):
 
+    size of x's slice                      where it is kept
     up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads; slices of up to 256 values
                                            whose bytes are no multiple of 16 get there through shared memory
     up to 6.9 MiB (4.6) on an H200         in the shared memory of several blocks, which wait for each other's sums
                                            (the benchmark's slices: 1 MiB in float32)
     larger, or where blocks cannot wait    nowhere: the input is read twice, the output written once
 
-6.9 MiB are 132 blocks, one on each SM, of 576 threads with 6 packs of 16 bytes each. In float16 and bfloat16 they have
-8 (9.2 MiB); in the backward 4 of x and 4 of g. If a slice's bytes are no multiple of 16, it must be a little smaller.
-Blocks can wait for each other only if all of them are resident: on the SMs at the same time.
+6.9 MiB are what 132 blocks hold, one on each SM. Each has 576 worker threads, and each of these has 6 packs of 16
+bytes. In float16 and bfloat16 a thread has 8 packs (9.2 MiB in all), in the backward 4 of x and 4 of g. If a slice's
+bytes are no multiple of 16, these limits are a little lower. Blocks can wait for each other only if all of them are
+resident: on the SMs at the same time.
 
 For x of (112, 64, 512, 512) in float32 the forward moves 15.03 GB and computes some 10 FLOPs a value; the backward
-moves 22.5 GB. By `TORCH_CUDA_ARCH_LIST=8.0+PTX python harness.py instance_norm --backward`, which runs on an H200 what
-an A100 runs, the forward takes 3.52 ms, 2.34x as fast as eager, the time of a copy; with backward 9.41 ms, 1.98x.
+moves 22.5 GB. On an H200 that runs the code compiled for an A100, the forward takes 3.52 ms. That is 2.34x as fast as
+eager, and as fast as a copy of x. Forward and backward take 9.41 ms, 1.98x as fast as eager. This was measured by
+`TORCH_CUDA_ARCH_LIST=8.0+PTX python harness.py instance_norm --backward`.
 """
 
 import contextlib
@@ -57,30 +60,31 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. A span is a number of
-// consecutive values of the tensor: a slice, or several slices. Its packs are those that it touches, counted from 0. If
-// the number n of a slice's values is not a multiple of V, spans are RAGGED: they may begin and end within a pack, and
-// its other values are the neighbours'. Threads load such a pack whole, leave the neighbours' values out of the sums,
-// and store only the span's own values, one at a time.
-// Slice 1 of a tensor with slices of 10 float32 values (V = 4); x stands for its values, . for those of its neighbours:
+// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. A span is one slice, or
+// several consecutive slices. Its packs are all packs that it touches, numbered from 0. If the number n of a slice's
+// values is not a multiple of V, spans are RAGGED: a span may begin and end inside a pack, and the other values of that
+// pack belong to its neighbours. Threads load such a pack whole, leave the neighbours' values out of the sums, and
+// store only the span's own values, one at a time. The picture shows slice 1 of a tensor with slices of 10 float32
+// values (V = 4). x stands for a value of the slice, and . for a value of its neighbours:
 //
 //      pack             0              1              2
 //               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
 //              slice 0 | slice 1                             | slice 2
 //                      head = 2, packs = 3, tail = 4, mask(0) = 0b1100
 
+// V, the number of values in a pack.
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 template <typename T> constexpr unsigned kAll = (1u << kPack<T>)-1;  // the mask of a whole pack
 template <typename T> struct alignas(16) Pack { T value[kPack<T>]; };
 template <typename T> __device__ __forceinline__ float value_of(const Pack<T>& pack, int i) {
     return to_float(pack.value[i]);
 }
-// A bfloat16 is the upper half of a float. So this takes one instruction a value; to_float takes 1.5.
+// A bfloat16 is the upper half of a float, so one instruction converts a value here. to_float takes 1.5 of them.
 __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16>& pack, int i) {
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
-// A pack of x and, in the backward (OPERANDS = 2), the pack of g at the same place.
+// In the forward (OPERANDS = 1) a pack of x; in the backward (OPERANDS = 2) also the pack of g at the same place.
 template <typename T, int OPERANDS> struct Packs { Pack<T> of[OPERANDS]; };
 
 template <typename T> struct Task {
@@ -94,8 +98,8 @@ template <typename T> struct Task {
 };
 
 // The calling thread copies 16 bytes from global memory to shared memory. From compute capability 8.0 on the copy runs
-// while the thread continues; before 8.0 it is an ordinary load and store. L2 is told to evict these lines last:
-// although each is read only once, the time is 0.97 of that without the hint (H200).
+// while the thread continues; before 8.0 it is an ordinary load and store. The copy tells L2 to evict its lines last.
+// Each line is read only once, and yet the kernels take 0.97 of the time with this hint (measured on an H200).
 __device__ __forceinline__ void copy_async(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
@@ -109,8 +113,9 @@ __device__ __forceinline__ void copy_async(void* shared, const void* from) {
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// The copies that the thread began since it last called this become a group, in the sense of cp.async; a group may be
-// empty. Then the thread waits until all of its groups but the last N have arrived in shared memory.
+// The copies that the thread has begun since its last call of this become a group of copies, as cp.async calls it. The
+// group may be empty. Then the thread waits until all of its groups but the last N have arrived in shared memory.
+// Before 8.0 there is nothing to wait for.
 template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" : : "n"(N) : "memory");
@@ -125,7 +130,8 @@ template <typename T, bool RAGGED> struct Span {
     int head = 0, packs = 0, tail = V;
 
     Span() = default;
-    // The values of `count` slices, or of fewer where the tensor ends. Past its end there are no packs.
+    // The span of `count` slices, the first of which is number `slice`. It has fewer where the tensor ends. If it would
+    // begin past the tensor's end, it has no packs. The remainders are unsigned: those by a power of two are cheap.
     __device__ Span(const Task<T>& task, int64_t slice, int count = 1) {
         if (slice >= task.slices) return;
         const int64_t begin = slice * task.n;
@@ -135,19 +141,20 @@ template <typename T, bool RAGGED> struct Span {
         packs = int((head + slices * task.n + V - 1) / V);
         if (RAGGED) tail = int(uint64_t(head + slices * task.n - 1) % V) + 1;
     }
-    // Bit i: whether value i of pack p is the span's.
+    // Bit i of the mask says whether value i of pack p belongs to the span.
     __device__ unsigned mask(int p) const {
         if (!RAGGED) return kAll<T>;
         const unsigned from_head = p == 0 ? kAll<T> << head : kAll<T>;
         const unsigned to_tail = p == packs - 1 ? kAll<T> >> (V - tail) : kAll<T>;
         return from_head & to_tail & kAll<T>;
     }
-    // Pack p of operand o. ASYNC: begins to copy it to shared memory.
+    // Loads pack p of operand o (0: x, 1: g). If ASYNC, it only begins to copy the pack to shared memory.
     template <bool ASYNC> __device__ void load(const Task<T>& task, Pack<T>& to, int o, int p) const {
         const int64_t at = base + int64_t(p) * V;
         const T* const from = task.from[o] + at;
         if (RAGGED && at + V > task.slices * task.n) {
-            // The tensor ends inside this pack: load only the values that exist. The others are masked.
+            // The tensor ends inside this pack. Load only the values that exist, and at once even if ASYNC. The mask
+            // leaves out the others.
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 if (at + i < task.slices * task.n) to.value[i] = from[i];
@@ -158,6 +165,7 @@ template <typename T, bool RAGGED> struct Span {
             to = *reinterpret_cast<const Pack<T>*>(from);
         }
     }
+    // Stores pack p of the output: whole, or only the span's values if neighbours share the pack.
     __device__ void store(const Task<T>& task, const Pack<T>& pack, int p) const {
         T* const to = task.to + base + int64_t(p) * V;
         const unsigned mask = this->mask(p);
@@ -172,8 +180,9 @@ template <typename T, bool RAGGED> struct Span {
     }
 };
 
-// Makes the compiler believe that the packs changed, by empty assembly. Otherwise it would keep their values, converted
-// to float, from the sums until the output. There are too few registers for that, so it would spill them.
+// Makes the compiler believe that the packs changed, by empty assembly that claims to write them. Otherwise it would
+// convert the values once, for the sums, and keep the floats until the output. There are too few registers for that, so
+// it would spill them.
 template <typename T, int OPERANDS, int N> __device__ __forceinline__ void make_opaque(Packs<T, OPERANDS> (&held)[N]) {
     uint4* const words = reinterpret_cast<uint4*>(held);
 #pragma unroll
@@ -183,13 +192,14 @@ template <typename T, int OPERANDS, int N> __device__ __forceinline__ void make_
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e, where d =
-// x - a and e = g - b. The floats a and b, the shifts, are near the values of x and g. So d and e are small, and
-// subtracting the means later loses little precision, even where x is 10000 + noise.
+// Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
+// x - a, and e is g - b. The floats a and b are called shifts. They are near the values of x and g, so d and e are
+// small, and little precision is lost when the means are subtracted later, even where x is 10000 + noise.
 
-// Adds the values of a pack of each operand to the thread's sums of d, d * d and, in the backward, e and d * e. If
-// RAGGED, bit i of `mask` says whether value i is the slice's. Otherwise all values are, or none if `mask` is 0. They
-// are added to each other first, and then once to `sum`, so that fewer roundings follow each other.
+// Adds the values of a pack of each operand to `sum`, the thread's sums of d, d * d and, in the backward, e and d * e.
+// If RAGGED, bit i of `mask` says whether value i belongs to the slice. Otherwise all values do, or none if `mask` is
+// 0. The products of a pack are added to each other first, and then once to `sum`, so that fewer roundings follow each
+// other.
 template <bool RAGGED, typename T, int OPERANDS> __device__ __forceinline__ void add_products(
     float* sum, const Packs<T, OPERANDS>& packs, unsigned mask, const float (&shift)[OPERANDS]) {
     float some[2 * OPERANDS] = {};
@@ -209,11 +219,12 @@ template <bool RAGGED, typename T, int OPERANDS> __device__ __forceinline__ void
     for (int k = 0; k < 2 * OPERANDS; ++k) sum[k] += RAGGED || mask != 0 ? some[k] : 0;
 }
 
-// What turns values into outputs, computed from a slice's sums. mean[0], of x, and mean[1], of g, are the exact means
-// rounded to float, and each exact mean is that plus its `error`. Near the mean x - mean[0] is nearly exact.
+// A Norm turns the values of a slice into its outputs. It is computed from the slice's sums. The mean of x is mean[0] +
+// x_error, and that of g is mean[1] + g_error: a float cannot hold a mean exactly, and the errors are what it lacks.
+// For an x near the mean, x - mean[0] is nearly exact, so `offset` can correct the errors afterwards:
 //     y  = (x - mean[0]) * rstd + offset                                offset = -x_error * rstd
 //     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = x_error * slope - g_error
-// with slope = rstd^2 * covariance, which the forward does not set.
+// Here slope is rstd^2 * covariance, and covariance is that of x and g. The forward needs no slope and does not set it.
 template <int OPERANDS> struct Norm {
     float mean[OPERANDS], rstd, slope, offset;
 
@@ -243,41 +254,46 @@ template <int OPERANDS> struct Norm {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Small slices, of up to 4096 packs (backward 2048), are held in the registers of a group of 1 to 512 threads, a power
-// of two. There all is computed in float, in three sweeps. The first adds up the differences from the slice's first
-// value: their mean, added to that value, is the slice's mean. The second gives the sums around this mean. There the
-// sum of d would be 0 but for rounding, so it tells the mean's error. The third computes the output.
+// Small slices have up to 4096 packs (backward 2048). A group of 1 to 512 threads, a power of two, holds a slice in its
+// registers. It computes all in float, in three sweeps over them. The first sweep adds up the differences from the
+// slice's first value. Their mean, added to that value, is the slice's mean. The second sweep gives the sums around
+// this mean. There the sum of d would be 0 but for rounding, so it tells the mean's error. The third computes the
+// output.
 //
-// norm_in_registers: a thread holds ITEMS packs of each of SLICES slices: four or eight packs of one slice or, where
-// slices have up to 16 packs, one pack of each of two slices, so that enough bytes are in flight however small the
-// slices are.
+// In norm_in_registers a thread holds ITEMS packs of each of SLICES slices. If a slice has up to 16 packs, it holds one
+// pack of each of two slices. If a slice has more, it holds four or eight packs of one slice. So enough bytes are in
+// flight however small the slices are.
 //
-// norm_in_runs: ragged slices of up to 256 values have few packs that are theirs alone. A block takes consecutive
-// slices, one for each of its groups. Their values, its run, are contiguous in memory:
+// norm_in_runs is for ragged slices of up to 256 values. Such a slice shares its first and last pack with neighbours,
+// and has few others. A block takes consecutive slices, one for each of its groups. All these slices together are the
+// block's run, and a run is contiguous in memory:
 //
-//      global memory    | slice 0 | slice 1 | slice 2 | ...      the run, in packs, whole but for its two ends
+//      global memory    | slice 0 | slice 1 | slice 2 | ...      only the run's first and last pack are shared
 //            |            copied by all threads, pack by pack
 //      shared memory    | slice 0 | slice 1 | slice 2 | ...      thread m of a group has values m * most, ...,
 //            |            taken value by value                   m * most + most - 1 of its slice
 //      registers          group 0   group 1   group 2
 //
-// The output goes the same way back, through the same shared memory. So global memory is read and written 16 bytes at a
-// time, wherever slices begin (bfloat16 slices of 7 x 7: 0.52 of norm_in_registers' time, backward 0.66).
+// The output goes back the same way, through the same shared memory. So global memory is read and written 16 bytes at a
+// time, wherever slices begin. For bfloat16 slices of 7 x 7 this takes 0.52 of norm_in_registers' time, backward 0.66.
 
+// The most threads of a group. With 8 packs each they hold 4096 packs.
 constexpr int kMaxGroup = 512;
-constexpr int kLargestInRuns = 256;  // values of a slice
+// Values of a slice. Larger ones are slower through shared memory: 1.6 times the time for slices of 63 x 63.
+constexpr int kLargestInRuns = 256;
 
-// Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All of them get the same bits, since in
-// every step two lanes exchange their values, and a + b = b + a.
+// Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it.
+// Neighbours get the same bits, since in every step two lanes exchange their values, and a + b = b + a.
 template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int lanes) {
     for (int offset = 1; offset < lanes; offset *= 2) {
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) value[k] += __shfl_xor_sync(~0u, value[k], offset);
     }
 }
-// The same over a group of whole warps; all threads of the block call it. Lane 0 of each warp stores the warp's sums;
-// after the barrier every thread adds up those of its group's warps. A kernel may call this once for each COUNT, which
-// has its own of_warp: a second call could overwrite what a slow warp still reads.
+// The same over a group of whole warps. All threads of the block call it. Lane 0 of each warp stores the warp's sums.
+// After the barrier each lane takes those of one warp of its group, and the lanes add them up. A kernel may call this
+// only once for each COUNT: all calls with one COUNT share of_warp, so a second one could overwrite what a slow warp
+// still reads.
 template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int group) {
     __shared__ float of_warp[kMaxGroup / 32][COUNT];
     const int warps = group / 32, first_warp = (threadIdx.x & -group) / 32;
@@ -292,13 +308,15 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
     add_over_lanes(value, warps);
 }
 
-// Computes the Norms of SLICES slices that a group's threads hold. each(use) calls use(s, i, mask, ...) for each pack i
-// that the thread holds of its s-th slice. On entry norm[s].mean has the slice's first values.
+// Computes the Norms of SLICES slices that a group of `group` threads holds. each(use) calls use(s, i, mask, ...) for
+// each pack i that the thread holds of its s-th slice. On entry norm[s].mean has the slice's first value of each
+// operand.
 template <bool RAGGED, typename T, int OPERANDS, int SLICES, int ITEMS, typename Each>
 __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<T, OPERANDS> (&held)[SLICES][ITEMS],
     const Each& each, const Task<T>& task, int group) {
     constexpr int kSums = 2 * OPERANDS;
     const float inverse_n = float(task.inverse_n);
+    // Two slices a thread (SLICES > 1) have up to 16 packs each, so their groups are smaller than a warp.
     const auto add_over_group = [&](auto& sum) {
         if (SLICES > 1 || group <= 32) add_over_lanes(sum, group);
         else add_over_warps(sum, group);
@@ -307,7 +325,9 @@ __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<
     each([&](int s, int i, unsigned mask, const auto&...) {
         add_products<RAGGED>(around_first + s * kSums, held[s][i], mask, norm[s].mean);
     });
-    float difference[SLICES * OPERANDS];  // from the first values to the means
+    // From the first values to the means. Each thread divides its sum by n, since their total could overflow. What this
+    // rounds to 0 is part of the mean's error, which the second sweep finds.
+    float difference[SLICES * OPERANDS];
 #pragma unroll
     for (int k = 0; k < SLICES * OPERANDS; ++k) difference[k] = around_first[2 * k] * inverse_n;
     add_over_group(difference);
@@ -323,13 +343,14 @@ __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<
     });
 #pragma unroll
     for (int k = 1; k < SLICES * kSums; k += 2)
-        sum[k] *= inverse_n;  // d * d and d * e are divided by n before the group adds them: their total could overflow
+        sum[k] *= inverse_n;  // d * d and d * e: each thread divides its own by n, since their total could overflow
     add_over_group(sum);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
         const float* const of = sum + s * kSums;  // d, d * d, e, d * e
-        // The sums of d and e are divided by n only now: had each thread divided its own sum, those of the smallest
-        // floats would have been rounded to 0. If a sum is not finite (a NaN, too), the mean's error counts as 0.
+        // The sums of d and e are divided by n only now. If each thread had divided its own, sums of the smallest
+        // floats would have been rounded to 0. A sum of huge values can overflow: if it is infinite or NaN, the mean's
+        // error counts as 0. Where the slice itself has a NaN, the mean is NaN already.
         const auto error = [&](int k) { return fabsf(of[k]) < INFINITY ? of[k] * inverse_n : 0; };
         const float x_error = error(0), g_error = error(kSums - 2);
         norm[s].set(x_error, g_error, of[1] - x_error * x_error, of[kSums - 1] - x_error * g_error, task.eps);
@@ -337,21 +358,21 @@ __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<
     }
 }
 
-// The bounds let a thread have 64 of an SM's 65536 registers, so that 1024 threads fit; forward, where slices are tiny
-// (SLICES = 2), they let it have 40, so that 1536 threads fit.
+// An SM has 65536 registers. The bounds let a thread have 64 of them, so that 1024 threads fit. In the forward of tiny
+// slices (SLICES = 2) they let it have 40, so that 1536 threads fit.
 template <typename T, int OPERANDS, int SLICES, int ITEMS, bool RAGGED>
 __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     norm_in_registers(const Task<T> task, int log_group) {
-    // groups: how many the block has. member: the thread's number in its group, which has the slices first_slice and
-    // first_slice + groups.
+    // group: the number of threads in a group. groups: the number of groups in the block. member: the thread's number
+    // in its group. The group has slice first_slice and, if SLICES is 2, slice first_slice + groups.
     const int group = 1 << log_group, groups = blockDim.x >> log_group, member = threadIdx.x & (group - 1);
     const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES + (threadIdx.x >> log_group);
     Packs<T, OPERANDS> held[SLICES][ITEMS];
     Norm<OPERANDS> norm[SLICES];
-    // Calls use(s, i, mask, exists, slice, p) for each pack i that the thread holds of its s-th slice: the slice's pack
-    // p. Past the slice's end it calls use only for slices of whole packs with one pack a thread, exists being false:
-    // without branches the compiler reuses what it has computed (bfloat16 slices of 8 x 8: 0.93 of the time, backward
-    // 0.76).
+    // Calls use(s, i, mask, exists, slice, p) for each pack i that the thread holds of its s-th slice. This is pack p
+    // of the slice. If the slice has no pack p, `exists` is false and `mask` is 0. With one pack a thread of slices
+    // that are not RAGGED, use is called even then: without the branch the compiler can reuse what it has computed
+    // (bfloat16 slices of 8 x 8: 0.93 of the time, backward 0.76). Otherwise use is not called.
     const auto each = [&](const auto& use) {
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
@@ -384,14 +405,17 @@ __global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
     });
 }
 
-// The values that a thread of norm_in_runs reads from shared memory, or writes to it, at once.
+// The values that a thread of norm_in_runs reads from shared memory, or writes to it, at once. The number of a slice's
+// values is a multiple of UNIT, so no unit belongs to two slices.
 template <typename T, int UNIT> struct alignas(UNIT * sizeof(T)) Unit { T value[UNIT]; };
 
-// most: of a thread's values, an odd number of units, so that lanes read different banks.
+// most: the largest number of values that a thread has. It is an odd number of units, so that lanes read different
+// banks.
 template <typename T, int OPERANDS, int UNIT>
 __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task, int log_group, int most) {
     constexpr int V = kPack<T>, ITEMS = 8 / OPERANDS;
-    // index: of the thread's group in the block, and of its slice in the run. member: the thread's number in its group.
+    // index: the number of the thread's group in the block, and of the group's slice in the run. member: the thread's
+    // number in its group. exists: whether the group has a slice; past the tensor's end it has none.
     const int groups = blockDim.x >> log_group, index = threadIdx.x >> log_group;
     const int member = threadIdx.x & ((1 << log_group) - 1), n = int(task.n);
     const int64_t first_slice = int64_t(blockIdx.x) * groups;
@@ -399,7 +423,8 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task,
     const Span<T, true> run(task, first_slice, groups);
     extern __shared__ uint4 shared[];  // the run of x and, in the backward, the run of g
     Pack<T>* const packs = reinterpret_cast<Pack<T>*>(shared);
-    const int inside = int(min(int64_t(run.packs), (task.slices * task.n - run.base) / V));  // whole in the tensor
+    // inside: how many of the run's packs the tensor has whole. It can end inside the run's last pack.
+    const int inside = int(min(int64_t(run.packs), (task.slices * task.n - run.base) / V));
 #pragma unroll
     for (int o = 0; o < OPERANDS; ++o) {
         Pack<T>* const to = packs + o * run.packs;
@@ -410,8 +435,9 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task,
     end_group_and_wait<0>();
     __syncthreads();
 
-    // The thread's slice of operand o, and the values of it that are the thread's: bit k of `valid` says whether the
-    // k-th is. It reads whole packs, so it may also read what is beyond its values.
+    // slice(o) points to the first value of the group's slice of operand o. The thread has `count` values of the slice,
+    // from value `first` on. Bit k of `valid` says whether it has a k-th one; `most` is less than 64. The thread reads
+    // whole packs, so it may also read what is beyond its values.
     const auto slice = [&](int o) { return packs[o * run.packs].value + run.head + index * n; };
     const int first = member * most, count = exists ? max(min(n - first, most), 0) : 0;
     const uint64_t valid = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
@@ -435,13 +461,14 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task,
             }
         }
     });
-    __syncthreads();  // before any thread stores its output over what another one reads
+    __syncthreads();  // no thread may store its output before all have read: what it overwrites, others may read, too
     make_opaque(held[0]);
     set_norms<true>(norm, held, each, task, 1 << log_group);
     each([&](int, int i, unsigned mask) {
         const Pack<T> out = norm[0](held[0][i]);
 #pragma unroll
         for (int j = 0; j < V; j += UNIT) {
+            // A thread has whole units, so a unit's first bit holds for all of it.
             if (mask >> j & 1) {
                 *reinterpret_cast<Unit<T, UNIT>*>(slice(0) + first + i * V + j) =
                     reinterpret_cast<const Unit<T, UNIT>&>(out.value[j]);
@@ -458,7 +485,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Larger slices are cut into tiles. A block copies a tile to its shared memory, and keeps it there until it has written
-// the output. The tiles of all slices are numbered, one slice after the other. A block takes one in each round:
+// the tile's output. The tiles of all slices are numbered, slice after slice. A block takes a tile in each round:
 //
 //      tile    0   1   2   3   4   5   6   7   8  ...      tile = slice * count + index; here a slice has 3 tiles
 //      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...: one in a round
@@ -469,45 +496,53 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task,
 //      3rd tile                           arrives   summed     waits    written        written in the same round.
 //
 // A block's last warp is its reducer, the others are workers. Each worker warp has kItems * 32 packs of every tile, and
-// each lane every 32nd of them. In a round it goes over these packs once. At each of them a worker thread
+// each lane has every 32nd of them. In a round a worker thread goes over its kItems packs once. At each of them it
 //   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
 //   2. reads the tile that is written from shared memory, and writes its output to global memory;
 //   3. begins to copy the tile that arrives from global memory to where step 2 has read;
 //   4. waits until its next pack of the tile that is summed is there: it began that copy a round before.
-// Meanwhile the reducer reads the workspace until it has the sums of all tiles of the slice whose tile waits, and is
-// written in the next round. From them it computes a Norm, and stores it in shared memory for the workers. A barrier
-// ends the round. Then the reducer adds up the warps' sums of the tile that was summed, and publishes the totals: it
-// stores them in the slice's section of the workspace, which begins on a 128-byte line.
+// Meanwhile the reducer takes the slice of the tile that waits. It reads the workspace until it has the sums of all
+// tiles of this slice. From them it computes a Norm, and stores it in shared memory for the workers. They need it in
+// the next round, when they write the tile. A barrier ends the round. Then the reducer adds up the warps' sums of the
+// tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace. Each section
+// begins on a 128-byte line.
 //
-// So between its sums and its output a block has a round of other work (two with 4 buffers), and does no worse if some
-// blocks are late. And copies and stores mix evenly. An earlier version kept a tile in registers, summed it, waited
-// and wrote it before it took the next. This one takes 0.84 of its time, backward 0.80 to 0.83 (H200).
+// So between the sums of a tile and its output a block has a round of other work (two with 4 buffers), and it loses no
+// time if other blocks are a little late. Copies and stores are spread evenly over the round. An earlier version kept a
+// tile in registers, summed it, waited and wrote it before it took the next. This one takes 0.84 of its time, backward
+// 0.80 to 0.83 (H200).
 //
 // No block waits forever. All blocks are resident (a cooperative launch). A slice has no more tiles than there are
-// blocks, so a block has at most one tile of it. A block takes its tiles in ascending order. Now take the first slice
-// whose sums are not all published. Before a block that still owes its tile's sums publishes them, it waits only for
-// earlier slices, and their sums are all published. So it will publish its own.
+// blocks, so a block has at most one tile of it. A block takes its tiles in ascending order. Now look at the first
+// slice whose sums are not all published, and at a block that has not published the sums of its tile of this slice.
+// Before it publishes them, the block waits only for earlier slices. Their sums are all published, so it will publish
+// its own.
+//
 // The workspace needs no flags and no fences: every word of it is kEmpty until a sum is written there, in one store of
 // 64 bits, so a word that is not kEmpty is the sum.
+//
 // Blocks cannot wait if a slice has more tiles than blocks are resident, or if the cooperative launch is refused (see
 // launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The
 // second one does all that is said above: it publishes the same bits again, and finds all sums published.
 
-// The packs of each operand that a worker thread has in one buffer. In all buffers together it has 24 packs, 384 bytes.
+// The packs of each operand that a worker thread has in one buffer. In all buffers together it has 24 packs, 384 bytes:
+// 24 can be divided by 2 operands and by 3 or 4 buffers.
 template <int OPERANDS, int BUFFERS> constexpr int kItems = 24 / OPERANDS / BUFFERS;
-// The reducer, and 18 warps of workers. Each of these has 32 * 384 bytes, 12 KiB, of shared memory, of which a block
-// can have 227 KiB on 9.0 and 10.0.
+// The reducer and 18 worker warps. A worker warp needs 32 * 384 bytes, 12 KiB, of shared memory, and a block can have
+// 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
-constexpr int64_t kEmpty = -1;  // all bits set: as a double a NaN, which is never published
+constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
-    // count: tiles of a slice. packs: of each tile. stride: doubles from one slice's sums to the next slice's.
+    // count: the tiles of a slice. packs: the packs of a tile; the last one may have fewer. stride: the doubles from
+    // one slice's section of the workspace to the next.
     int count, packs, stride;
 };
 
 // A warp adds up in float, around its shift: the median of three of its values, so that a single outlier is not chosen.
 // Warps' shifts differ, so it then converts its sums, in double, to sums of differences from the slice's first value.
 // These are added over all warps and tiles, always in one order. The first value is one of the n values, so the sum of
-// d * d is at most n times that around the mean: to subtract the mean's part costs at most log2(n) of 53 bits.
+// d * d around it is at most n times the sum around the mean. So to subtract the mean's part later costs at most
+// log2(n) of a double's 53 bits.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
@@ -515,11 +550,11 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
     float shift[OPERANDS];
     float of[2 * OPERANDS + 1] = {};  // d, d * d, e, d * e, and the number of values
 
-    // packs: the lane's first ones. mask: which of their values are the slice's; 0 if the lane has none.
+    // packs: the lane's first pack of each operand. mask: which of its values belong to the slice; 0 if there is none.
     __device__ void choose_shift(const Packs<T, OPERANDS>& packs, unsigned mask) {
         constexpr int V = kPack<T>;
         // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may have the slice's first pack, with only one value
-        // of the slice, perhaps an outlier. In all other packs value 0 is the slice's.
+        // of the slice, perhaps an outlier. In all other packs value 0 belongs to the slice.
         const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
@@ -537,7 +572,9 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
     __device__ void store(double* to, const T (&first_value)[OPERANDS]) {
         add_over_lanes(of, 32);
         if (threadIdx.x % 32 != 0) return;
-        // x and g are the distances from first value to shift: sum (d + x)^2 = sum d^2 + 2 * x * sum d + count * x^2.
+        // Here x and g are distances, from the slice's first value of x and of g to the shift. The formulas used are:
+        //     sum (d + x)^2 = sum d^2 + 2 * x * sum d + count * x^2
+        //     sum (d + x) * (e + g) = sum d * e + x * sum e + g * sum (d + x)
         const double x = double(shift[0]) - to_float(first_value[0]);
         const double count = of[2 * OPERANDS];
         to[0] = of[0] + count * x;
@@ -556,8 +593,8 @@ template <int COMPONENTS> __device__ double add_components(double value) {
     for (int offset = 16; offset >= COMPONENTS; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
 }
-// A warp adds up the published sums of `count` tiles, COMPONENTS words each. Lane l returns the total of component l %
-// COMPONENTS. Each lane reads its words again and again until none of them is kEmpty.
+// A warp adds up the published sums of `count` tiles. Each tile has COMPONENTS words: a double for each of its sums.
+// Lane l returns the total of component l % COMPONENTS. Each lane reads its words again and again until none is kEmpty.
 template <int COMPONENTS> __device__ double add_published(const double* from, int count) {
     constexpr int kAtOnce = 8;  // words that a lane reads before it looks at the first
     double total = 0;
@@ -581,7 +618,7 @@ template <int COMPONENTS> __device__ double add_published(const double* from, in
     return add_components<COMPONENTS>(total);
 }
 
-// sums: of the whole slice, around its first values.
+// The Norm of a slice. sums: those of the whole slice, around its first values.
 template <typename T, int OPERANDS> __device__ __forceinline__ Norm<OPERANDS> norm_of(
     const double (&sums)[2 * OPERANDS], const T (&first_value)[OPERANDS], const Task<T>& task) {
     Norm<OPERANDS> norm;
@@ -601,12 +638,13 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Norm<OPERANDS> no
     return norm;
 }
 
-// Tile `index` of a slice. A thread has the packs first, first + 32, ... below `end`. slice is -1: no tile.
+// Tile `index` of a slice. A worker thread has the packs first, first + 32, ... below `end`. These are numbers in the
+// slice. If `slice` is -1, there is no tile.
 template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
     int slice = -1, index = 0, first = 0, end = 0;
     Span<T, RAGGED> span;  // the whole slice
-    // In their own type: to convert them here would be to wait for them in every round, which took 1.03 times as long
-    // (bfloat16, backward; slices of 40 KiB: 1.2).
+    // The slice's first value of each operand, not yet as a float. To convert it here, a thread would have to wait for
+    // it in every round. That took 1.03 times as long (bfloat16, backward; slices of 40 KiB: 1.2).
     T first_value[OPERANDS] = {};
 
     Tile() = default;
@@ -622,13 +660,14 @@ template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
     }
 };
 
+// write: whether the output is written. It is false only in the first of two launches.
 template <typename T, int OPERANDS, bool RAGGED, int BUFFERS>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
     constexpr int kSums = 2 * OPERANDS, ITEMS = kItems<OPERANDS, BUFFERS>;
     extern __shared__ uint4 buffers[];  // [warp][buffer][item][operand][lane]: each thread reads what it copied itself
-    // There are two of each, for even and odd rounds. While the reducer reads one of_warp, workers may store the next
-    // one; while workers read one of the norms, the reducer stores the next one.
+    // There are two of_warp and two norms, for even and odd rounds. While the reducer reads one of_warp, workers may
+    // store the other. While workers read one norm, the reducer stores the other.
     __shared__ double of_warp[2][kMaxThreads / 32][kSums];
     __shared__ Norm<OPERANDS> norms[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
@@ -641,12 +680,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         for (int o = 0; o < OPERANDS; ++o) packs.of[o] = from[o * 32];
         return packs;
     };
+    // The slice's section of the workspace.
     const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.stride; };
 
     Tile<T, OPERANDS, RAGGED, ITEMS> tiles[BUFFERS + 1];  // from the one that arrives to the one that is written
     const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[BUFFERS - 1], &written = tiles[BUFFERS];
     Norm<OPERANDS> known_norm;  // the reducer's, of slice `known`
     int known = -1;
+    // A round for each of the block's tiles, and BUFFERS more, until the last tile is written.
     const int rounds = (int(task.slices) * tiling.count - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + BUFFERS;
     for (int round = 0; round < rounds; ++round) {
 #pragma unroll
@@ -676,7 +717,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             }
             sums.store(of_warp[round % 2][warp], summed.first_value);
         } else if (write && waiting.slice >= 0) {
-            if (waiting.slice != known) {  // equal where a block has several tiles of a slice, as no block waits
+            // They are equal only where a block has several tiles of a slice: in the second of two launches.
+            if (waiting.slice != known) {
                 const double total = add_published<kSums>(published(waiting.slice), tiling.count);
                 double sums[kSums];
 #pragma unroll
@@ -701,6 +743,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// A group has as few threads as can hold a slice's packs, ITEMS each. A block has 128 threads, or one larger group.
 template <typename T, int OPERANDS, bool RAGGED, int SLICES, int ITEMS>
 static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
     int log_group = 0;
@@ -711,6 +754,8 @@ static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
     return cudaGetLastError();
 }
 
+// A thread has room for 8 / OPERANDS packs of each operand. Its values are an odd number of units (see norm_in_runs),
+// and the room is an even number. So it has at most one unit less than that.
 template <typename T, int OPERANDS, int UNIT> static cudaError_t launch_in_runs(const Task<T>& task) {
     constexpr int V = kPack<T>, kBlock = 128;
     int log_group = 0;
@@ -740,8 +785,9 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs, int64_t* need
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
     const int64_t resident = int64_t(blocks) * sms;
-    // As few tiles as the blocks can hold. If that leaves resident blocks without a tile, more tiles, but not so many
-    // that any but the last has less than a warp's packs. A tile's size is a multiple of 32 packs, 512 bytes.
+    // fewest: the number of tiles of a slice if each is as large as a block can hold. If that leaves resident blocks
+    // without a tile, a slice gets more tiles (wanted), but only so many that each has a warp's packs, or all but the
+    // last. A tile's size is a multiple of 32 packs, 512 bytes.
     const int64_t fewest = divide_up(packs, workers * kWarpPacks), most = divide_up(packs, kWarpPacks);
     const int64_t wanted = resident / task.slices < most ? resident / task.slices : most;
     const int64_t tile = divide_up(divide_up(packs, wanted > fewest ? wanted : fewest), 32) * 32;
@@ -761,8 +807,8 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs, int64_t* need
             return error;  // otherwise each word is kEmpty now
         if (cudaLaunchCooperativeKernel(kernel, grid, threads, arguments, dynamic, task.stream) == cudaSuccess)
             return cudaSuccess;
-        // In a partition of a GPU (MIG, MPS) fewer blocks are resident than was computed, and the launch is refused.
-        // Clear its error, whatever it is, and launch twice, without waiting.
+        // In a partition of a GPU (MIG, MPS) fewer blocks may be resident than was computed. Then this launch is
+        // refused. Clear its error, whatever it is, and launch twice instead, so that no block waits.
         cudaGetLastError();
     }
     write = false;
@@ -777,9 +823,10 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
     const int64_t packs = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
     constexpr int items = 8 / OPERANDS;
     if (packs > kMaxGroup * items) {
-        // Four buffers are smaller ones and hold smaller slices: the backward uses four only up to 131072 packs, 2 MiB.
-        // In float32 four are faster (H200, 1 MiB: 0.98 of the time, backward 0.93), in 16 bits three are (0.95,
-        // backward 0.88), as the workers have more to do for each byte.
+        // If there are four buffers, each is smaller, so the largest slice is smaller, too. In float32 four are faster
+        // than three (H200, 1 MiB: 0.98 of the time, backward 0.93). In 16 bits three are faster than four (0.95,
+        // backward 0.88), since the workers have more to do for each byte. The float32 backward uses four for slices of
+        // whole packs, up to 131072 packs, 2 MiB. Of such slices an A100's 108 SMs can hold 134784 packs.
         constexpr int kBuffers = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
         if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
             if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs, needs);
@@ -799,9 +846,9 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
     return launch_in_registers<T, OPERANDS, RAGGED, 1, items>(task, packs);
 }
 
-// dtype: 0 float32, 1 float16, 2 bfloat16. Writes to y the output or, if grad is not null, the gradient of x. If needs
-// is not null, it computes nothing: it only stores in *needs how many bytes of workspace the call will take. For small
-// slices, which take none, it leaves the 0 that the caller has stored there. Returns a cudaError_t.
+// dtype: 0 float32, 1 float16, 2 bfloat16. This writes to y the output or, if grad is not null, the gradient of x. If
+// needs is not null, it computes nothing: it only stores in *needs how many bytes of workspace the call will take.
+// Small slices take none, and for them it leaves the 0 that the caller has stored there. It returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* workspace, int64_t* needs, cudaStream_t stream) {
     const auto run = [=](auto zero) {
@@ -836,7 +883,8 @@ CPP_SOURCE = r"""
 
 namespace {
 
-// On a CPU: sums in double of d = x - first_value, the slice's, and of d * d.
+// On a CPU. The norm of a slice is computed from `sum` and `square`, its sums, in double, of d and of d * d. Here d is
+// x - first_value, and first_value is the slice's.
 struct Norm {
     float mean = 0, rstd = 0, offset = 0;  // y = (x - mean) * rstd + offset, where mean is rounded to float
 
@@ -850,7 +898,8 @@ struct Norm {
         rstd = float(r);
         offset = float((mean - exact_mean) * r);
     }
-    // `stream`: with stores that bypass the caches. For these y must be 32-byte aligned, and n a multiple of 8.
+    // Writes n outputs, a part of the slice. If `stream`, the stores bypass the caches. For that y must be aligned to
+    // 32 bytes, and n a multiple of 8.
     void write(float* y, const float* x, int64_t n, bool stream) const {
 #ifdef __AVX__
         if (stream) {
@@ -866,8 +915,9 @@ struct Norm {
     }
 };
 
-// While one slice is written, the next one, at `next`, is read and summed; the written one's x begins at next - n. It
-// goes in turns of kStep values (2 KiB) of each, so that memory is read and written at the same time.
+// Normalises `slices` slices of n values. While the output of one slice is written, the slice after it, at `next`, is
+// read and summed. So the x of the written slice begins at next - n. The loop takes kStep values (2 KiB) of each slice
+// in turn, so that memory is read and written at the same time.
 constexpr int64_t kStep = 512;
 void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
     Norm norm;
@@ -895,7 +945,8 @@ void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, 
 #endif
 }
 
-// x is (..., H, W), of float32; y is contiguous, as InstanceNorm2d's output is. Each thread takes some of the slices.
+// x is (..., H, W), of float32; y is contiguous, as InstanceNorm2d's output is. Each thread takes some of the slices,
+// with at least 32768 values in all, which is ATen's GRAIN_SIZE.
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const at::Tensor input = x.contiguous();
     at::Tensor y = at::empty_like(input, at::MemoryFormat::Contiguous);
@@ -904,7 +955,7 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const float* const from = input.const_data_ptr<float>();
     float* const to = y.mutable_data_ptr<float>();
     // For outputs of 8 to 32 MiB streaming takes 0.7 to 0.95 of the time of ordinary stores. For larger ones malloc
-    // gets new pages, which the operating system has just zeroed in the cache, and streaming takes 1.25 of the time.
+    // gets new pages. The operating system has just zeroed these, in the cache, and streaming takes 1.25 of the time.
     const bool aligned = n % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0;
     const bool stream = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
     at::parallel_for(0, x.numel() / n, 32768 / n + 1,
@@ -921,6 +972,8 @@ at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
+// The output or, if `grad` is defined, the gradient of x. The first run asks how large a workspace the second one
+// needs.
 at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const auto type = x.scalar_type();
     TORCH_CHECK_NOT_IMPLEMENTED(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "no kernel: ", type);
@@ -947,6 +1000,7 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
 }
 #endif
 
+// For the Meta key: what the operators return has shape, dtype and strides, but no values.
 at::Tensor like(const at::Tensor& x) { return at::empty_like(x, x.options(), at::MemoryFormat::Contiguous); }
 
 }  // namespace
@@ -1069,9 +1123,9 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether our kernels compute norm(x). They do not if it has hooks, in torch.func's transforms, in forward mode.
+    """Whether our kernels compute norm(x): not if norm has hooks, in torch.func's transforms, or in forward-mode AD.
 
-    They take a FakeTensor, too, because torch.export, where it is not strict, calls modules with one.
+    They take a FakeTensor, too, because torch.export calls modules with one when it is not strict.
     """
     if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
         return False
