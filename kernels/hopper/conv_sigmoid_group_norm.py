@@ -9,21 +9,22 @@ This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNe
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, also under autocast, with at
-most 8 input and 32 output channels and an eps of at least 1e-6 (`_valid`, in Python). The image's width is even and at
-most 352, its height at most 2 + twice the multiprocessors, and the output has a multiple of 4 pixels. With gradients
-the width is at most 256, and the output has at least 8 (9 in_channels + 4) pixels, so that partial sums of gradients
-take less memory than h (`fits`, in C++). The plain path, for everything else, is the Model's own layers or, where only
-`fits` refuses the image, what these layers compute.
+most 8 input and 32 output channels and an eps of at least 1e-6 (`_valid` and `_is_usual`, in Python). The image's width
+is even and at most 352, its height is at most 2 + twice the number of multiprocessors, and the output has a multiple of
+4 pixels. With gradients the width is at most 256, and the output has at least 8 (9 in_channels + 4) pixels (`fits`, in
+C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where only `fits` refuses
+the image, the same operators called from C++.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
-gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two kernels. One
-computes h + bias again, writes it to device memory, reads the output's gradient and adds up what the norm's gradient
-needs. The other reads both once more; the gradient of h never leaves the chip.
+gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two large kernels, with
+a small one after each. The first computes h + bias again, writes it to device memory, reads the output's gradient and
+adds up what the norm's gradient needs. The second reads both once more; the gradient of h never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.25 TB/s of a copy on the device. By `python harness.py
 hopper/conv_sigmoid_group_norm --backward` the forward takes 0.439 ms there, 13.4 times as fast as eager, also with
-gradients recorded; forward and backward 2.30 ms, 8.1 times; in bfloat16 0.289 and 1.43 ms, 18.4 and 8.8 times.
+gradients recorded. Forward and backward take 2.30 ms, 8.1 times as fast. In bfloat16 the two figures are 0.289 and
+1.43 ms, 18.4 and 8.8 times as fast.
 """
 
 import contextlib
@@ -123,17 +124,17 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-// What the forward holds is u: of float32 v itself, and of 16-bit types tanh(z / 2), where v = 1/2 + u / 2. That is one
-// instruction of the special-function unit, not two, and the factors of the norm make up for the rest. With tanh.approx
-// v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX guarantees 2^-12). Where v is 2^-11 or more,
-// which is from z = -7.6 on, that is less than eager may lose by rounding v to bfloat16 or float16. Below, v may be
-// less exact than eager's, by up to 2^-19.7.
+// The forward holds u in place of v. For float32 u is v itself. For 16-bit types u is tanh(z / 2), and v = 1/2 + u / 2.
+// The tanh is one instruction of the special-function unit, where v takes two, and `gather` puts the two halves into
+// the norm's factors. With tanh.approx v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX
+// guarantees 2^-12). Where v is 2^-11 or more, which is from z = -7.6 on, that is less than eager may lose by rounding
+// v to bfloat16 or float16. Below, v may be less exact than eager's, by up to 2^-19.7.
 template <typename T> struct Held {
     static constexpr bool kTanh = sizeof(T) == 2;
     static constexpr float kFactor = kTanh ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
     static constexpr float kScale = kTanh ? 0.5f : 1.0f, kShift = kTanh ? 0.5f : 0.0f;  // v = kScale * u + kShift
-    static constexpr float kLeast = (kLowest - kShift) / kScale;
-    static constexpr float kMost = (kHighest - kShift) / kScale;  // of u
+    static constexpr float kLeast = (kLowest - kShift) / kScale;  // of u, as kMost and kRange are
+    static constexpr float kMost = (kHighest - kShift) / kScale;
     static constexpr double kRange = double(kMost) - kLeast;
     static __device__ __forceinline__ float u(float t) {
         if (!kTanh) return activation(t);
@@ -158,7 +159,9 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward. A team of blocks computes a sample, each block a band of its rows, and the teams take samples in turn. A
 // block reads its band of x once, computes v, and keeps v in shared memory until the sums of all the sample's bands are
-// known. Then it writes its band of the output. A block holds the v of up to three samples. Its roles:
+// known. Then it writes its band of the output. A block has places for the v of three samples or, of wider images, of
+// two: while one is written, the next is computed. Operands of wgmma have 16 bits here, so a float32 value is split in
+// two: hi is the value rounded to fp16, and lo is the rest, rounded too. The roles of a block's warps:
 //
 //   who, and what it does                                   waits for                          signals
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
@@ -167,13 +170,15 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //   gather:    totals -> mean, rstd -> norm of channels     totals of all bands                norm_full
 //   write:     v -> output                                  norm_full                          v_empty
 //
-//   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
+//   global x --bring--> x --convolve--> v (2 or 3 places) -----------------------write--> global output
 //              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
 //                                            1 warp         (L2)   1 warp
 //
-// The backward launches it with NORMALIZE false. Then it holds and writes h + bias, not v, in x's type as eager's.
+// The backward launches the same kernel with NORMALIZE false. Then it holds h + bias, not v, and writes it rounded to
+// x's type, as eager rounds it.
 //
-// The product is wgmma m64n64k16: 64 rows of A, 64 pixels of B, and K = 16, which is two taps of 8 input channels.
+// The product is wgmma m64n64k16: 64 rows of A, 64 pixels of B, and K = 16, which is two taps of 8 input channels. For
+// step s:
 //
 //     A, the weights, in registers        K  0 1 2 3 4 5 6 7        8 9 10 11 12 13 14 15
 //                                            tap 2 s, 8 channels    tap 2 s + 1, 8 channels
@@ -182,47 +187,49 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //
 // B, which is x, lies in shared memory: a plane of hi and a plane of lo, in each 16 bytes a pixel, 8 channels. A tap
 // shifts B's start address. A thread has the sums of an output with the weights' hi and with their lo, and adds the
-// two. All four products of hi and lo are computed, so the sums are about as accurate as float32's. With a single input
-// channel whose values differ much in size, errors were 2.4 times float32's. There the spare channels add what is
-// missing: channel 1 w * rest_of(x), and channel 2 rest_of(w) * x.
+// two. All four products of hi and lo are computed, so the sums are about as accurate as float32's. One case was worse:
+// with a single input channel whose values differ much in size, errors were 2.4 times float32's. So there two of the
+// unused channels add what hi and lo leave: channel 1 w * rest_of(x), and channel 2 rest_of(w) * x.
 //
-// All this is of float32. Of 16-bit types x and the weights are operands as they are, fp16 or bf16: one product. Then
-// the eight rows that hold lo above are free, and take the same channels' next output row:
+// All this is for float32. For 16-bit types x and the weights are operands as they are, fp16 or bf16, and there is one
+// product, not four. Then the eight rows that hold lo above are free, and take the same channels' next output row:
 //
 //     rows 16 w + 0 to 7                     weights of the task's upper row: its taps lie in rows 0 to 2 of x
 //     rows 16 w + 8 to 15                    weights of its lower row: the same taps, in rows 1 to 3 of x
 //
 // So K runs over 4 x 3 taps: six wgmmas for two rows of 64 pixels, where each row alone would take five. There is no lo
-// of x, and its place in shared memory holds a second stage of x. (Measured in turns, 0.347 ms became 0.318.)
+// of x, and its place in shared memory holds a second stage of x. (On an H200, in turns, the benchmark's forward in
+// bfloat16 took 0.347 ms before, and 0.318 ms with both.)
 //
 // `bring` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
-// overflows fp16 sums become NaN, and the warp computes its values again (convolve_again).
+// overflows fp16, sums become NaN, and the warp computes its values again in float32 (convolve_again).
 //
-// Where TF32 is allowed float32 is computed in the same way: with few channels eager's convolution is as accurate there
-// as without TF32.
+// Where TF32 is allowed, float32 is computed in the same way: with few channels eager's convolution is as accurate
+// there as without TF32.
 
 constexpr int kTaskPixels = 64;  // of one row: the n of a task's wgmma
 constexpr int kProducers = 2;  // warpgroups
 constexpr int kMostConsumers = 4;  // warpgroups
-constexpr int kThreads = 1024;
+constexpr int kThreads = 1024;  // of a block: 8 warpgroups
 constexpr int kMostIn = 8, kMostOut = 32;  // channels
-// 8-byte words from one group's totals to the next. So each group has lines of its own: L2 executes atomics to one line
-// one after the other.
+// 8-byte words from one group's totals to the next. These 256 bytes give each group lines of its own, because L2
+// executes atomics to one line one after the other.
 constexpr int kLine = 32;
-constexpr int kMostPlaces = 3;  // samples whose v are in a block: three, or two of wider images
+constexpr int kMostPlaces = 3;  // samples whose v a block can hold at once: three, or two of wider images
 template <typename T> using Operand = std::conditional_t<sizeof(T) == 4, __half, T>;  // of wgmma
-// What differs between one product and three, and between the forward (NORMALIZE) and the backward's launch.
+// What differs between 16-bit types (one product) and float32 (four), and between the forward (NORMALIZE) and the
+// backward's launch.
 template <typename T, bool NORMALIZE> struct Shape {
     static constexpr bool kOneProduct = sizeof(T) == 2;
     static constexpr int kTaskRows = kOneProduct ? 2 : 1;  // output rows of a task
     static constexpr int kStages = kOneProduct ? 2 : 1;  // of x in shared memory
     static constexpr int kLoadPixels = kOneProduct ? 2 : 1;  // pixels that `bring` loads at once
     static constexpr int kFragments = kOneProduct ? 6 : 5;  // of A, each of two taps; the last of five has tap 8 twice
-    // The wgmmas of a task. Of float32: 18, which is 9 taps of x's hi and 9 of its lo, two at a time.
+    // The wgmmas of a task; each takes two taps. Of 16-bit types 4 x 3 taps, of float32 9 of x's hi and 9 of its lo.
     static constexpr int kProducts = kOneProduct ? 6 : 9;
     static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups
     static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; in the forward `post` and `gather` are two more
-    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread
+    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread, as are the next two
     static constexpr int kProducerRegisters = kOneProduct ? 40 : 56;
     static constexpr int kWriterRegisters = NORMALIZE ? 40 : kOneProduct ? 64 : 56;
     static constexpr int kOthers = kThreads / 128 - kConsumers - kProducers;  // warpgroups
@@ -239,7 +246,7 @@ struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
     int bands, band_rows, teams;  // band_rows: rows of every band but the last, which may have fewer
     int places;  // of v in shared memory, each for a sample
-    int plane, x_plane;  // there: floats of a channel's v; pixels of x's hi, which those of lo follow
+    int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of x's hi, or of a stage of x
 };
 // The benchmark's sizes. As compile-time constants they save 4% of the time.
 __host__ __device__ constexpr Plan benchmark_plan() {
@@ -249,14 +256,14 @@ __host__ __device__ constexpr Plan benchmark_plan() {
 struct ConvArguments : Plan {
     int samples;
     const void* x;  // of T
-    void* out;  // of T
+    void* out;  // of T: the output or, when the backward launches, h + bias
     const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s s and s^2; zeros before the launch
     Statistics* statistics;  // (samples, groups), behind the totals
-    // When h + bias is written, (samples) each: the bits of the largest |x|, and 1 if convolve_again ran. Zeros before
-    // the launch.
+    // The next four are the backward's. (samples) each: the bits of the largest |x|, and 1 if convolve_again ran. Both
+    // are zeros before the launch.
     uint32_t *largest, *remade;
-    const void* grad;  // then, too, of T: the gradient of the output
+    const void* grad;  // of T: the gradient of the output
     float4* measured;  // (samples, out_channels, bands): see write_and_measure
     float eps;
     double to_fixed, from_fixed;  // powers of two: factors of a sum when it is added to a total, and when it is read
@@ -279,11 +286,13 @@ struct alignas(128) ConvShared {  // static shared memory. x, and after it the p
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
 
-// Of a block. A line is kTaskRows rows of it. Task i is 64 pixels of line i % lines, from column i / lines * 64 on.
+// The rows of the output that a block computes. A line is kTaskRows of them. Task i is 64 columns of line i % lines,
+// from column i / lines * 64 on.
 struct Band { int first_row, rows, lines, tasks; };
 
 // Where a role is in its loop over the team's samples: the sample, the stage of its x, the place of its v, and the
-// parities of the mbarriers. A role that does not touch x needs no stage.
+// parities of the mbarriers. Who waits for an `empty` one takes the other parity, so that the first wait returns at
+// once. A role that does not touch x needs no stage.
 template <int STAGES = 1> struct SampleCursor {
     int sample = blockIdx.y, place = 0, stage = 0;
     uint32_t x_parity = 0, parity = 0;
@@ -303,12 +312,13 @@ template <int STAGES = 1> struct SampleCursor {
 //          | added   | finite        | 2^46 to 2^47 (see plan_forward)                     |
 //
 // Integers give the same sum in any order of the blocks. And whoever reads the full number of bands has their full sum,
-// without a flag or a fence.
+// without a flag or a fence. Eight bits are enough for a count: a sample has no more bands than the GPU has
+// multiprocessors, of which a Hopper has at most 144.
 //
 // What happens if v leaves the range from kLowest to kHighest: a negative sum counts as 0, and the mean is wrong. A sum
 // of over 2 to 4 times the largest carries into the count of non-finite bands, and the result is NaN. A sum that is
 // some 2^9 times too large carries into the count of bands, which then never is the full number: the kernel hangs.
-constexpr int kTermsBit = 56, kStrangeBit = 48;  // the lowest bits of the two counts
+constexpr int kTermsBit = 56, kStrangeBit = 48;  // the lowest bits of the two counts: bands added, and not finite
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
     unsigned long long term = 1ull << kTermsBit;
     if (isfinite(sum)) term += __double2ull_rn(fmax(sum, 0.0) * to_fixed);
@@ -573,9 +583,9 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
     }
 }
 
-// What a thread subtracts from its values d of a task before it adds them up: the mean of its first eight, or of those
-// that exist: valid(j, r) says whether the pair of the j-th eight pixels in row r does. (A single value may be far from
-// the others, and the sums would then lose digits.)
+// A thread subtracts an anchor from its values d before it adds them up, so that the sums lose few digits. The anchor
+// is the mean of its first eight values of a sample, or of those of them that exist. (A single value may be far from
+// the others.) valid(j, r) says whether the thread's pair in the j-th eight pixels of row r exists.
 template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kTaskPixels / 2], V valid) {
     float sum = 0;
     int count = 0;
@@ -631,9 +641,9 @@ __device__ __forceinline__ void convolve_again(
 // conflicts.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
-// A thread's A fragments: weights of channel c and two input channels. Of a step's registers x and y are of its first
-// tap, z and w of its second. Three products: x and z are hi, y and w lo. One product: of the task's upper output row,
-// whose taps are rows 0 to 2 of x, and of its lower, whose taps are rows 1 to 3.
+// A thread's A fragments: weights of channel c and two input channels. In a step's registers x and y are of its first
+// tap, z and w of its second. In float32 x and z are hi, y and w are lo. In 16 bits x and z are of the task's upper
+// output row, whose taps are rows 0 to 2 of x, and y and w of its lower, whose taps are rows 1 to 3.
 template <typename T, int FRAGMENTS>
 __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[FRAGMENTS]) {
     const int in = threadIdx.x % 4 * 2;
@@ -686,8 +696,8 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
     }
 }
 
-// Adds up the deviations that the four lanes of a channel have of a sample, of `count` values together, `own` of them
-// this lane's, and stores the channel's mean and sum of squared deviations to `moments`.
+// Adds up the deviations that the four lanes of a channel have of a sample, and stores the channel's mean and its sum
+// of squared deviations to `moments`. The four lanes have `count` values together, and this lane has `own` of them.
 __device__ __forceinline__ void store_moments(
     ConvShared& shared, int place, int warpgroup, int c, int count, int own, Deviations all) {
     const float anchor = __shfl_sync(~0u, all.anchor, threadIdx.x & 28);  // of the first lane, for all four
@@ -722,10 +732,11 @@ __device__ __forceinline__ void add_deviations(const float (&d)[kTaskPixels / 2]
 }
 
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
-// the turn to issue wgmma, so that one's wgmma runs during the others' activations. A lane has one channel and two
-// neighbouring pixels of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4. It waits for v_empty only
-// before a sample's first store to v. It hands on the turn when its wgmma is issued, and frees x when its last wgmma of
-// the sample is done.
+// the turn to issue wgmma, so that one's wgmma runs during the others' activations. Each is of 256 threads: the
+// warpgroup that waits for the turn, and the one that hands it on. A lane has one channel and two neighbouring pixels
+// of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4. A warpgroup waits for v_empty only before its
+// first store of a sample. It hands on the turn when its wgmma is issued, and frees x when its last wgmma of the sample
+// is done.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -806,8 +817,8 @@ __device__ __forceinline__ void convolve(
             mbarrier_arrive(&shared.x_empty[cursor.stage]);
             mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
         }
-        // all.square is NaN where x * scales.input overflows fp16, and where x, a parameter or scales.input is not
-        // finite.
+        // all.square is not finite where x * scales.input overflows fp16, and where x, a parameter or scales.input is
+        // not finite.
         if (__any_sync(~0u, !(all.square < INFINITY))) {
             convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, v, all);
             if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
@@ -865,11 +876,11 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
         const double mean = H::kShift + H::kScale * mean_u;  // of v
         const double range = H::kScale * H::kRange;
         const double variance = (sum_of_total(of_square) * share - mean_s * mean_s) * (range * range);
-        const double spread = (variance < 0 ? 0 : variance) + p.eps;  // NaN stays
+        const double spread = (variance < 0 ? 0 : variance) + p.eps;  // max() would drop a NaN
         const float rounded = float(mean);
         const float factor = H::kScale * (gamma / sqrtf(float(spread)));
         const float middle = centred ? float(mean_u) : 0.0f;
-        const float offset = isfinite(factor) ? float(beta - (mean_u - middle) * factor) : NAN;  // as ATen
+        const float offset = isfinite(factor) ? float(beta - (mean_u - middle) * factor) : NAN;  // as in ATen
         shared.norm[cursor.place][c] = {middle, factor, offset};
         mbarrier_arrive(&shared.norm_full[cursor.place]);
         // For the backward rstd is computed in double and rounded once, because all gradients of a group share its
@@ -878,8 +889,8 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
     }
 }
 
-// Six warps take the channels round-robin, across all samples, so that all have the same load. A lane stores four
-// neighbouring values at once.
+// Six warps take the channels round-robin, across all samples, so that all have the same load. They write the output. A
+// lane stores four neighbouring values at once.
 template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
@@ -920,9 +931,9 @@ __device__ __forceinline__ void write(
 }
 
 // In the backward's launch 16 warps stand in for `write`, `post` and `gather`, as two consumer warpgroups are enough
-// there. They write h and read the output's gradient, and of each band of a channel they find the sums of grad and of
-// grad * (v - mean), and the largest |grad| and |dv/dz|. A kernel of its own, which reads h and grad, would need their
-// bytes once more (bfloat16, in turns: 0.76 ms in two kernels, 0.44 in one).
+// there. They write h + bias, called h here, and read the output's gradient. For each band of a channel they find the
+// sums of grad and of grad * (v - mean), and the largest |grad| and |dv/dz|: the four of `measured`, in this order. A
+// kernel of its own would have to read h and grad once more (bfloat16, H200: 0.76 ms in two kernels, 0.44 in one).
 template <typename T>
 __device__ __forceinline__ void write_and_measure(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
@@ -976,7 +987,7 @@ __device__ __forceinline__ void write_and_measure(
                     }
                 }
             }
-            const double all_sum = sum_of_lanes(double(sum), 32);  // in float five more roundings were too many
+            const double all_sum = sum_of_lanes(double(sum), 32);  // a float sum's five roundings lose too much
             const double all_product = sum_of_lanes(double(product), 32);
             const float4 all = {float(all_sum), float(all_product),
                 __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most_grad))),
@@ -1037,10 +1048,10 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. The C++ hands over `sizes` and `pointers`, which hold what these enums name. kSharedBytes is what a
+// Launching it. CPP_SOURCE hands over `sizes` and `pointers`, which hold what these enums name. kSharedBytes is what a
 // block may have, and kType is x's type: 0 float, 1 half, 2 bfloat16. Pointers are to device memory. Those of x, out
-// and grad are 16-byte aligned. kGroupSums, 256-byte aligned, is that of the totals and, behind them, the statistics.
-// kGradX is null where x's gradient is not wanted.
+// and grad are 16-byte aligned. kGroupSums points to the totals and, behind them, the statistics; it is 256-byte
+// aligned. kOut is the forward's. kGradX is null where x's gradient is not wanted.
 enum Size { kSamples, kInChannels, kHeight, kWidth, kOutChannels, kGroups, kMultiprocessors, kSharedBytes, kType };
 enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kGroupSums, kWorkspace };
 enum BackwardPointer { kGrad = kWorkspace + 1, kGradX, kSums };
@@ -1055,7 +1066,9 @@ static int64_t set_bands(ConvArguments& p, int rows) {
     // A task's wgmma may read up to 62 pixels beyond x, where v is. No output uses these columns, but they must exist.
     return p.x_plane * 32LL + std::max<int64_t>(v_bytes, 2 * kTaskPixels * 16);
 }
-// Sets p's bands: the most rows, by twos, that fit in shared memory and give at least `sms` bands. Returns the bytes.
+// Sets p's places: three, or two where three of two rows do not fit in shared memory (32 channels: beyond a width of
+// 256). Then sets p's bands: the most rows, by twos, that fit and give at least `sms` bands of all samples together.
+// `sms` is the number of multiprocessors, of a block each. Returns the bytes of dynamic shared memory.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     p.places = kMostPlaces;
     if (set_bands(p, 2) > shared_bytes) p.places = 2;
@@ -1068,7 +1081,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     }
     const int64_t bytes = set_bands(p, rows);
     p.teams = std::min(sms / p.bands, p.samples);
-    // The largest sum, one for each value of a group, is to be from 2^46 to 2^47: see add_to_total.
+    // The largest sum, where each value of a group counts as 1, is to be from 2^46 to 2^47: see add_to_total.
     const double largest_sum = double(p.group_channels) * p.rows * p.columns;
     p.to_fixed = std::ldexp(1.0, kStrangeBit - 2 - std::ilogb(largest_sum));
     p.from_fixed = 1 / p.to_fixed;
@@ -1120,6 +1133,7 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
     auto* const kernel =
         is_benchmark(p) ? convolve_and_normalize<T, true, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    // To be zeros: the totals, or `largest` and, behind it, `remade`.
     void* const zeros = NORMALIZE ? static_cast<void*>(p.totals) : p.largest;
     const size_t zero_bytes = NORMALIZE ? 8 * sizes[kSamples] * sizes[kGroups] * kLine : 8 * sizes[kSamples];
     if (error == cudaSuccess) error = cudaMemsetAsync(zeros, 0, zero_bytes, stream);
@@ -1134,14 +1148,16 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward, for images of up to 256 columns; from here on h includes `bias`:
+// The backward, for images of up to 256 columns. From here on h includes `bias`. Its kernels, in order:
 //   1. convolve_and_normalize, with NORMALIZE false, computes h again, to the workspace. It also finds the largest |x|
 //      of each sample, and sums and maxima over h and grad of each band (write_and_measure).
 //   2. finish_groups adds up the bands. For each group it computes the means in the norm's gradient, and for each
 //      channel the gradients of gamma and beta and the power of two that keeps dh, the gradient of h, within fp16.
 //   3. differentiate_rows reads h and grad. It computes dh to shared memory, and from there x's gradient and partial
 //      sums of the parameters' gradients, which ATen adds up.
-// A block of differentiate_rows walks down a band of rows of a sample:
+//   4. differentiate_plainly computes x's and the weights' gradients again for samples that `convolve` marked `remade`.
+// A block of differentiate_rows walks down a band of rows of a sample. These bands are other ones than the forward's:
+// bands_of says how many a sample has.
 //
 //   who, and what it does                                             waits for             signals
 //   make_dh, 8 warps:   h, grad -> dh, and x's next row, in shared    empty                 full
@@ -1151,8 +1167,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // truncate, so a few products at a time are summed from zero, and then added in float32. Of 16-bit types hi is all of x
 // and of the weights, and dh's hi is at least as exact as eager's dh. So there is one product, not three, and the
 // tensor cores alone add all of them up, because what they truncate is small beside 16 bits. x is multiplied by a power
-// of two for each sample, and dh by one for each channel, so that fp16 does not overflow. Last, differentiate_plainly
-// computes x's and the weights' gradients again for samples that `convolve` marked `remade`.
+// of two for each sample, and dh by one for each channel, so that fp16 does not overflow.
 //
 // A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
 // cells, and column c is cell c / 4 of sub-row c % 4:
@@ -1171,8 +1186,8 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 constexpr int kTaps = 9, kWarps = 8;  // of each role
 template <typename T> constexpr bool kHasLow = sizeof(T) == 4;  // whether operands have lo
 constexpr int kMostColumns = 32 * kWarps;
-constexpr int kRowsThreads = 64 * kWarps;
-constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
+constexpr int kRowsThreads = 64 * kWarps;  // of a block of differentiate_rows: two roles
+constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;  // of a thread; together all 65536 of 2 * 256 threads
 constexpr int kSub = 8 * kWarps + 2;  // cells of a sub-row
 constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;  // rows of x in shared memory
@@ -1183,8 +1198,9 @@ static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks
 // Of a channel of a sample. With v and dv/dz of t = h * factor and
 //     q = (gamma * grad - grad_mean - (v - mean) * grad_per_v) * dv/dz
 // dh is q * rstd * scale. grad_mean is the group's mean of gamma * grad, and grad_per_v is rstd^2 times the group's
-// mean of gamma * grad * (v - mean). Shared memory holds dh * dh_scale = q * to_half in fp16. of_gamma and of_beta are
-// the sample's shares of the gradients of gamma and beta.
+// mean of gamma * grad * (v - mean). `mean` is rounded to float, and grad_mean makes up for what that loses. Shared
+// memory holds dh * dh_scale = q * to_half in fp16. `scale` is the Model's, dh_scale the power of two. of_gamma and
+// of_beta are the sample's shares of the gradients of gamma and beta.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, grad_per_v, to_half, scale, rstd, dh_scale, of_gamma, of_beta, unused;
     template <typename T> __device__ __forceinline__ float q(float h, float grad) const {
@@ -1197,16 +1213,19 @@ template <typename T> struct BackwardArguments : ConvArguments {
     const T* h;
     T* grad_x;  // null: not wanted
     Channel* channels;  // (samples, out_channels)
-    // (samples, bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), biases, scale, gamma, beta.
+    // (samples, bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), then of either bias (the
+    // two have the same gradient), scale, gamma, beta.
     float* sums;
     int weights, sum_width;
-    __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {  // a sample has < 2^31
+    // Where a value of x is from the tensor's start on. Within a sample int is enough: it has fewer than 2^31 values.
+    __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {
         const int image = height * width;
         return int64_t(sample) * in_channels * image + (in * image + row * width + column);
     }
 };
 
-// A block has rows [first_row, last_row) of a sample's x. Their gradient needs dh from up to two rows above on.
+// A block of differentiate_rows has rows [first_row, last_row) of a sample's x. Their gradient needs dh of these rows
+// and of the two above, so dh begins at first_dh_row.
 struct Piece { int sample, first_row, last_row, first_dh_row; };
 
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
@@ -1598,9 +1617,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 #endif
 }
 
-// Of samples that convolve_again computed: their gradients of x and of the weights in plain float32. A thread has some
-// values of each gradient, and computes all dh for each value again. The weights' go to the sample's first row of
-// partial sums, where `multiply` left zeros.
+// For samples that convolve_again computed: the gradients of x and of the weights, without tensor cores. A thread has
+// some values of each gradient, and for each value it computes every dh that it needs. The weights' gradient goes to
+// the sample's first row of partial sums, where `multiply` left zeros.
 template <typename T>
 __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
     const int sample = blockIdx.x;
@@ -1640,12 +1659,12 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
     }
 }
 
-// Bands of a sample. All samples' bands together are at most the multiprocessors, and a band has eight rows or more;
-// but a sample has at least one band.
+// Bands of a sample in differentiate_rows, a block each. All samples' bands together are no more than the
+// multiprocessors, and a band has eight rows or more; but a sample has at least one band.
 static int bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
-// At most as many bands has a sample of convolve_and_normalize, as each has two rows of the output or more.
+// The most bands that a sample has in convolve_and_normalize: each but the last has two rows of the output or more.
 static int64_t most_bands(const int64_t* sizes) { return (sizes[kHeight] - 1) / 2; }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
@@ -1672,6 +1691,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     p.remade = p.largest + p.samples;
     p.grad = pointers[kGrad];
     p.measured = measured;
+    // For is_benchmark, and for the bands in finish_groups. launch_forward plans its own copy of p.
     plan_forward(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
     const int bands = bands_of(sizes);
@@ -1709,10 +1729,11 @@ CPP_SOURCE = r"""
 namespace {
 using at::Tensor;
 using Pair = std::tuple<Tensor, Tensor>;
-// Everywhere `tensors`, of one dtype: x, the convolution's weight and bias, bias, scale, the norm's weight and bias.
+// The order of `tensors` everywhere: x, the convolution's weight and bias, bias, scale, the norm's weight and bias. The
+// operators `forward` and `backward` get them in one dtype. Under autocast `network` may get several.
 enum { kInput, kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kTensors };
 
-// The Model's lines.
+// The Model's lines, for what `fits` refuses, and for gradients of gradients.
 Tensor plain(at::TensorList t, int64_t groups, double eps) {
     Tensor h = at::conv2d(t[kInput], t[kWeight], t[kConvBias]);
     h = h + t[kBias];  // line by line, so that each old h is freed when the next is there
@@ -1724,21 +1745,26 @@ Tensor plain(at::TensorList t, int64_t groups, double eps) {
 bool fits(const Tensor& x, bool recorded) {
     const c10::SymInt rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
     if (rows < 1 || columns < 2 || columns % 2 != 0 || rows * columns % 4 != 0) return false;
-    // All blocks together hold a sample, and a block has two rows of v or more.
+    // All blocks together hold a sample, and a block has two rows of v or more. With 350 columns and 32 channels it
+    // needs 223.5 of 227 KiB, for x and two places of two rows. differentiate_rows takes 254 columns (kMostColumns).
+    // With fewer than 2^25 samples, samples times groups stay below 2^30: an int, and a grid of finish_groups.
     const int sms = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
     if (x.sym_size(0) >= 1 << 25 || rows > 2 * sms || columns > (recorded ? 254 : 350)) return false;
-    // With gradients partial sums are not to take more memory than h.
+    // With gradients, partial sums are to be no more values than h, where a sample is one band of differentiate_rows.
+    // (With more bands there are few samples, and the sums take at most about 11 MB.)
     return !recorded || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
 }
 
-// The output, and of each group kLine 8-byte words of totals and, behind those of all groups, two of statistics.
+// The output, and 34 8-byte words for each group: first the totals of all groups, kLine (32) words each, and behind
+// them their statistics, two words each.
 Pair forward_meta(at::TensorList tensors, int64_t groups, double) {
     const Tensor &x = tensors[kInput], &weight = tensors[kWeight];
     const c10::SymInt samples = x.sym_size(0), rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
     return {at::empty_symint({samples, weight.sym_size(0), rows, columns}, x.options()),
         at::empty_symint({samples, groups, 34}, x.options().dtype(at::kLong))};
 }
-// The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
+// The gradients of x and, in one float32 tensor, of the convolution's weight, of either bias (the two have the same),
+// of scale, gamma and beta.
 Pair backward_meta(const Tensor&, at::TensorList tensors, const Tensor&, bool of_x) {
     const Tensor& x = tensors[kInput];
     const auto values = tensors[kWeight].sym_numel() + 4 * tensors[kBias].sym_numel();
@@ -1796,7 +1822,7 @@ Pair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tensor& gro
     const c10::cuda::CUDAGuard guard(grad.device());
     auto [grad_x, of_parameters] = backward_meta(grad, tensors, group_sums, of_x);
     if (grad.numel() == 0) return {grad_x, of_parameters.zero_()};
-    Arguments arguments(tensors, grad_x, group_sums);
+    Arguments arguments(tensors, grad_x, group_sums);  // kOut is not read: h is written to the workspace
     int64_t bytes, rows;
     conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
     const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
@@ -1806,7 +1832,8 @@ Pair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tensor& gro
     return {grad_x, sums.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(at::kFloat)};
 }
 
-// The operator of that name, called by way of PyTorch's dispatcher, which has one for each device and for tracing.
+// The operator of that name, to call by way of PyTorch's dispatcher. That has an implementation for GPUs (_cuda) and
+// one for tracing (_meta), which only makes tensors of the right sizes.
 template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
 }
@@ -1816,7 +1843,7 @@ Pair call_forward(at::TensorList tensors, int64_t groups, double eps) {
     return forward.call(tensors, groups, eps);
 }
 
-// The whole network. Saves its inputs and the groups' sums; the backward makes h again.
+// The whole network, for autograd. Saves its inputs and the groups' sums; the backward computes h again.
 struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
     using Context = torch::autograd::AutogradContext;
     using Gradients = torch::autograd::variable_list;
@@ -1830,7 +1857,7 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         return out;
     }
     static Gradients backward(Context* context, const Gradients& grads) {
-        Gradients tensors = context->get_saved_variables(), found(kTensors + 2);
+        Gradients tensors = context->get_saved_variables(), found(kTensors + 2);  // two: none for groups and eps
         const Tensor group_sums = tensors.back();
         tensors.pop_back();
         if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
@@ -1851,8 +1878,9 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         }
         return found;
     }
-    // By the derivatives of the Model's lines, which PyTorch can differentiate again. They take views of the tensors,
-    // as one of these may be made of another: its gradient is to omit what goes through that.
+    // By the derivatives of the Model's lines, which PyTorch can differentiate again. They are taken by views of the
+    // tensors. For one of these may have been computed from another, and the gradient of that other must omit what goes
+    // through the first: autograd adds it later.
     static void differentiate_plainly(Context* context, const Tensor& grad, Gradients& tensors, Gradients& found) {
         Gradients wanted;
         for (int i = 0; i < kTensors; ++i) {
@@ -1868,7 +1896,7 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
     }
 };
 
-// The network, with its gradients.
+// The operator that ModelNew calls: by our kernels, with or without gradients, or by the plain path.
 Tensor network(const Tensor& x, const Tensor& weight, const Tensor& conv_bias, const Tensor& bias, const Tensor& scale,
     const Tensor& gamma, const Tensor& beta, int64_t groups, double eps) {
     std::array<Tensor, kTensors> t = {x, weight, conv_bias, bias, scale, gamma, beta};
@@ -1878,7 +1906,7 @@ Tensor network(const Tensor& x, const Tensor& weight, const Tensor& conv_bias, c
     // A program that is exported for images of any size decides when it runs, in forward_cuda.
     const bool any_size = x.sym_size(2).is_symbolic() || x.sym_size(3).is_symbolic();
     if ((recorded || !any_size) && !fits(x, recorded)) return plain(t, groups, eps);
-    if (at::autocast::is_autocast_enabled(at::kCUDA)) {  // the Model returns float32 there, in which kernels compute
+    if (at::autocast::is_autocast_enabled(at::kCUDA)) {  // the Model then returns float32, so the kernels take it
         for (Tensor& one : t) one = one.to(at::kFloat);
     }
     if (!recorded) return std::get<0>(call_forward(t, groups, eps));
@@ -1977,7 +2005,7 @@ def _load(name: str, arch: str = "") -> str:
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
 _GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
-_HOPPERS = [gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu)[0] == 9]  # wgmma, the kernels' instruction
+_HOPPERS = [gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu)[0] == 9]  # only these have wgmma
 if _HOPPERS:  # where nothing is built, its 0.1 s are saved
     from torch.utils import cpp_extension
 NAMESPACE = _load("conv_sigmoid_group_norm_hopper", "90a") if _HOPPERS else ""
@@ -2009,7 +2037,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _valid(tensors: tuple, groups: int) -> bool:
-    """Whether `network` takes the tensors: of a Hopper, contiguous, of one dtype or autocast, with few channels."""
+    """Whether `network` takes the tensors: on a Hopper, contiguous, of one dtype or under autocast, of few channels.
+
+    The vectors need not be contiguous. What `network` checks is the size of the image.
+    """
     x, weight, *vectors = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
