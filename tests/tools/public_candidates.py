@@ -1,19 +1,15 @@
-"""Judges a folder of public candidates and writes what became of each as a table.
+"""Judges a folder of public candidates by harness.py, one after the other, and writes what became of each as a table.
 
-    python tests/tools/public_candidates.py FOLDER --out RECORDS [--processes N] [--limit SECONDS] [NAME ...]
-    python tests/tools/public_candidates.py FOLDER --out RECORDS --build [NAME ...]    builds them, and judges none
-    python tests/tools/public_candidates.py FOLDER --out RECORDS --table               the table of what is recorded
+    python tests/tools/public_candidates.py FOLDER --out RECORDS [--each SECONDS] [NAME ...]
+    python tests/tools/public_candidates.py FOLDER --out RECORDS --table        the table of what is recorded
 
 FOLDER holds L_TTT_ref.py, L_TTT_new.py and published.json, the factors that were claimed. RECORDS is a folder: each
 candidate's verdict is a file of its own, written as soon as it is known, and one that is there is not judged again.
-Each pair is judged in float32 against eager and torch.compile. Several judges share one GPU; while one of them times a
-candidate, the others compile and import, and their requests wait (`Turns`). A candidate that takes more than --each is
-given up, without a record. None of the candidates' code is kept.
+Each pair is judged in float32 against eager and torch.compile. A candidate that takes more than --each is given up,
+without a record. None of the candidates' code is kept.
 """
 
 import argparse
-import contextlib
-import fcntl
 import json
 import os
 import re
@@ -21,28 +17,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
-import torch
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-
-from harness import Judge, Options  # noqa: E402
-from judge import bench, check  # noqa: E402
-from judge.roofline import Ceilings  # noqa: E402
-from judge.source import Pair, Problem, load, make  # noqa: E402
-from judge.worker import COMPILE_MODES, Rejected  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Two hundred candidates are many: less is timed than the harness times.
-SECONDS, TIMEOUT, bench.MOST_CALLS = 0.05, 60.0, 2
+HARNESS = Path(__file__).resolve().parent.parent.parent / "harness.py"
+OPTIONS = ["--seconds", "0.1", "--timeout", "60"]  # two hundred candidates are many: less is timed than by default
 BASELINES, MOST_WORDS = ("eager", "compile"), 300
 # Their Models begin each call with the hidden state of the call before, so that no answer can be asked for alone. In
 # both files each call is made to begin with the state that the module was made with: a small copy, timed with both. The
@@ -70,116 +49,38 @@ def begin_anew(cls, in_place):
 """
 
 
-class Turns:
-    """Who is timed has the GPU alone; any number may put requests to their modules at the same time.
-
-    Whoever wants the GPU passes a gate first. The one who is timed keeps the gate, so that no new request begins, and
-    waits until those that have begun are through.
-    """
-
-    def __init__(self, folder: Path):
-        self.gate, self.gpu, self.depth = (folder / "gate").open("w"), (folder / "gpu").open("w"), 0
-
-    @contextlib.contextmanager
-    def with_others(self) -> Iterator[None]:
-        self.depth += 1
-        if self.depth == 1:  # a request may put another one
-            fcntl.flock(self.gate, fcntl.LOCK_EX)
-            fcntl.flock(self.gpu, fcntl.LOCK_SH)
-            fcntl.flock(self.gate, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            self.depth -= 1
-            if self.depth == 0:
-                fcntl.flock(self.gpu, fcntl.LOCK_UN)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        fcntl.flock(self.gate, fcntl.LOCK_EX)
-        fcntl.flock(self.gpu, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self.gpu, fcntl.LOCK_UN)
-            fcntl.flock(self.gate, fcntl.LOCK_UN)
+def copied(name: str, folder: Path, to: Path) -> list[Path]:
+    """Both files. Candidates that call their extensions alike are not to build in one folder."""
+    model, text = ((folder / f"{name}_{which}.py").read_text() for which in ("ref", "new"))
+    if name in KEEPS_ITS_STATE:
+        model += FROM_THE_START + "begin_anew(Model, in_place=False)\n"
+        text += FROM_THE_START + "begin_anew(ModelNew, in_place=True)\n"
+    if "load_inline" in text:
+        builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir())) / "public" / name
+        builds.mkdir(parents=True, exist_ok=True)
+        text = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {str(builds)!r}\n{text}"
+    paths = [to / f"{name}_ref.py", to / f"{name}_new.py"]
+    for path, content in zip(paths, (model, text)):
+        path.write_text(content)
+    return paths
 
 
-def within(turn, function):
-    def call(*arguments):
-        with turn():
-            return function(*arguments)
-
-    return call
-
-
-def pair_of(folder: Path, name: str) -> Pair:
-    return Pair(name, folder / f"{name}_ref.py", folder / f"{name}_new.py")
-
-
-def build(folder: Path, name: str) -> None:
-    """Imports a candidate and makes it, which builds what most build; it is not called, since others are timed."""
-    pair = pair_of(folder, name)
-    make(load(pair.new_path).ModelNew, Problem(pair.model_path).arguments(0), 0)
-
-
-def share_the_gpu(turns: Turns) -> None:
-    """Timings alone, and whatever else calls a module together with others', except for what compiles."""
-    check.put = within(turns.with_others, check.put)
-    check.comparable = within(turns.with_others, check.comparable)
-    bench.inspect = within(turns.with_others, bench.inspect)
-    bench.Ring = within(turns.with_others, bench.Ring)
-    bench.rounds = within(turns.alone, bench.rounds)
-    get_ready = within(turns.with_others, bench.get_ready)
-
-    def compile_first(case, ring, seconds):
-        """Compilers take seconds in which others may be timed; a dozen calls end them."""
-        for name in COMPILE_MODES.keys() & case.workers.keys():
-            with contextlib.suppress(Rejected):  # it will say so again
-                case.workers[name].ask("ready", seconds=0, **ring.ready)
-        return get_ready(case, ring, seconds)
-
-    bench.get_ready = compile_first
-
-
-def judge(judging: Judge, pair: Pair) -> dict:
-    if "class " not in pair.new_path.read_text():
+def judge(name: str, folder: Path, seconds: float) -> dict | None:
+    """The record; None if the time was over."""
+    if "class " not in (folder / f"{name}_new.py").read_text():
         return {"status": "no code published", "why": [], "speedup": {}}
-    try:
-        (run,) = judging.judge(pair)
-    except Exception as error:
-        return {"status": "the judge failed", "why": [f"{type(error).__name__}: {error}"], "speedup": {}}
-    record = {"status": run.status, "why": run.reasons or run.no_dropin, "speedup": run.speedup, "batch": run.batch}
-    return record | {"ms": run.ms, "notes": run.notes, "interference": run.interference, "roof": run.roof}
-
-
-def judge_all(asked: argparse.Namespace) -> None:
-    """Those that no other judge has claimed."""
-    deadline, claims = time.monotonic() + asked.limit, asked.claims
-    share_the_gpu(Turns(claims))
-    ceilings = Ceilings(DEVICE, ("float32",))
-    while not (claims / "ceilings").exists():
-        time.sleep(0.1)
-    vars(ceilings).update(json.loads((claims / "ceilings").read_text()))
-    baselines = tuple(asked.baselines.split(","))
-    options = Options(device=DEVICE, require="right", baselines=baselines, seconds=SECONDS, timeout=TIMEOUT)
-    with contextlib.closing(Judge(options, ceilings, lambda text: None)) as judging:
-        for name in asked.names:
-            if time.monotonic() > deadline:
-                break
-            try:
-                (claims / name).touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            begin = time.monotonic()
-            limit = threading.Timer(asked.each, lambda: judging.workers["new"].kill())
-            limit.start()
-            record = judge(judging, pair_of(asked.folder, name)) | {"seconds": round(time.monotonic() - begin, 1)}
-            limit.cancel()
-            given_up = record["seconds"] >= asked.each
-            print(name, "given up" if given_up else "", json.dumps(record), flush=True)
-            if not given_up:
-                (asked.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as to:
+        written = Path(to, "record.json")
+        command = [sys.executable, HARNESS, *copied(name, folder, Path(to)), *OPTIONS, "--json", written]
+        try:
+            done = subprocess.run(command, timeout=seconds, capture_output=True, text=True)
+        except subprocess.TimeoutExpired:
+            return None
+        if done.returncode == 4 or not written.exists():
+            return {"status": "the judge failed", "why": [done.stderr[-MOST_WORDS:]], "speedup": {}}
+        (run,) = json.loads(written.read_text())["runs"]
+    kept = ("status", "speedup", "batch", "ms", "notes", "interference", "roof")
+    return {key: run[key] for key in kept} | {"why": run["reasons"] or run["no_dropin"]}
 
 
 def table(folder: Path, out: Path) -> list[str]:
@@ -225,68 +126,25 @@ def totals(records: dict[str, dict], published: dict[str, dict]) -> list[str]:
     return lines
 
 
-def copied(pair: Pair, folder: Path) -> None:
-    """Both files. Candidates that call their extensions alike are not to build in one folder."""
-    path = pair.new_path
-    model, text = pair.model_path.read_text(), path.read_text()
-    if pair.name in KEEPS_ITS_STATE:
-        model += FROM_THE_START + "begin_anew(Model, in_place=False)\n"
-        text += FROM_THE_START + "begin_anew(ModelNew, in_place=True)\n"
-    (folder / pair.model_path.name).write_text(model)
-    if "load_inline" in text:
-        builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir())) / "public" / path.stem
-        builds.mkdir(parents=True, exist_ok=True)
-        text = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {str(builds)!r}\n{text}"
-    (folder / path.name).write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--out", type=Path, required=True, metavar="RECORDS")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=1e6, metavar="SECONDS", help="begin no other after so many")
-    parser.add_argument("--each", type=float, default=1e6, metavar="SECONDS", help="of one candidate")
-    parser.add_argument("--baselines", default=",".join(BASELINES))
-    parser.add_argument("--build", action="store_true")
+    parser.add_argument("--each", type=float, default=600.0, metavar="SECONDS", help="of one candidate")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)  # of the judges that share a GPU
     asked = parser.parse_intermixed_args()
     if asked.table:
         print("\n".join(table(asked.folder, asked.out)))
         return
-    if asked.claims and asked.build:
-        build(asked.folder, asked.names[0])
-        return
-    if asked.claims:
-        judge_all(asked)
-        return
-    # The largest networks, of the highest level, first: the last to end are then short ones.
-    every = sorted((path.name.removesuffix("_new.py") for path in asked.folder.glob("*_new.py")), reverse=True)
     asked.out.mkdir(parents=True, exist_ok=True)
-    names = [name for name in asked.names or every if asked.build or not (asked.out / f"{name}.json").exists()]
-    # Many processes on few cores: none takes more than two.
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
-    with tempfile.TemporaryDirectory() as folder:
-        claims = Path(folder)
-        for name in names:
-            copied(pair_of(asked.folder, name), claims)
-        command = [sys.executable, __file__, claims, "--out", asked.out.resolve(), "--claims", claims]
-        if asked.build:
-            run = partial(subprocess.run, timeout=asked.limit)
-            with ThreadPoolExecutor(asked.processes) as pool:
-                list(pool.map(run, [[*command, "--build", name] for name in names]))
-            return
-        command += ["--limit", str(asked.limit), "--each", str(asked.each), "--baselines", asked.baselines, *names]
-        started = [subprocess.Popen(command, env=environment, cwd=claims) for _ in range(asked.processes)]
-        ceilings = Ceilings(DEVICE, ("float32",))  # while they load PyTorch
-        ceilings.measure()
-        figures = {"copy_bandwidth": ceilings.copy_bandwidth, "matrix_rate": ceilings.matrix_rate}
-        (claims / "figures").write_text(json.dumps(figures))
-        (claims / "figures").rename(claims / "ceilings")
-        for process in started:
-            process.wait()
+    every = sorted(path.name.removesuffix("_new.py") for path in asked.folder.glob("*_new.py"))
+    for name in asked.names or every:
+        path = asked.out / f"{name}.json"
+        record = None if path.exists() else judge(name, asked.folder, asked.each)
+        if record:
+            path.write_text(json.dumps(record, indent=1) + "\n")
+        print(name, json.dumps(record) if record else "recorded before" if path.exists() else "given up", flush=True)
 
 
 if __name__ == "__main__":
