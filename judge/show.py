@@ -69,9 +69,11 @@ def wrapped(label: str, text: str) -> str:
 
 def block(run: Result) -> list[str]:
     """Verdict and pair, a line a contender, floor and error, and what is to be said."""
-    head = textwrap.wrap(f"{run.status}  {run.model}: {question(run)}", COLUMNS, subsequent_indent="      ")
+    asked = question(run).replace(" x ", "\xa0x\xa0")  # no line ends inside a shape
+    wrapped_head = textwrap.wrap(f"{run.status}  {run.model}: {asked}", COLUMNS, subsequent_indent="      ")
+    head = [line.replace("\xa0", " ") for line in wrapped_head]
     head[0] = paint(run.status, COLOURS.get(run.status)) + head[0].removeprefix(run.status)
-    lines = list(head)
+    lines = head
     if run.ms:
         lines += ["               median ms    middle half of them  ModelNew is"]
         lines += [contender(run, name) for name in ORDER if name in run.ms]
@@ -117,13 +119,17 @@ def summary(runs: list[Result]) -> list[str]:
     varied = [
         part for i, part in enumerate(parts) if len({part(run) for run in runs}) > 1 and (i < 3 or is_sweep(runs))
     ]
-    rows = [["verdict", "pair", *[""] * len(varied), "ModelNew", *(f"x {name}" for name in baselines)]]
-    for run in runs:
+    plain = [any(note.startswith("plain path") for note in run.notes) for run in runs]
+    rows = [
+        ["verdict", "pair", *[""] * len(varied), "ModelNew", *(f"x {name}" for name in baselines), *[""] * any(plain)]
+    ]
+    for run, is_plain in zip(runs, plain):
         times = [f"{run.ms['new']:.4g} ms" if run.ms else "-"]
         for name in baselines:
             has = name in run.speedup
             times.append(f"{run.speedup[name]:.2f} {MARKS[run.verdict[name]]}" if has else "-")
-        rows.append([run.status, run.model, *(part(run) for part in varied), *times])
+        remark = ["=" if is_plain else ""] * any(plain)
+        rows.append([run.status, run.model, *(part(run) for part in varied), *times, *remark])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     over = max(0, sum(widths) + 2 * len(widths) - 2 - COLUMNS)  # the shapes, if any, give way
     if varied and over:
@@ -139,6 +145,7 @@ def summary(runs: list[Result]) -> list[str]:
     legend = [
         f"{mark} {verdict}" for verdict, mark in MARKS.items() if any(verdict in run.verdict.values() for run in runs)
     ]
+    legend += ["= plain path: the Model's own layers"] * any(plain)
     return lines + ["", ", ".join(legend)] * bool(legend)
 
 

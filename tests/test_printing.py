@@ -71,6 +71,15 @@ def test_the_table_has_a_row_each_and_only_what_differs():
     assert rows[0].split()[3:] == ["9.459", "ms", "1.30", "+", "1.04", "~"] and legend == "+ FASTER, ~ AMBIGUOUS"
     swept = [result(dtype=dtype, shapes=[[n] * 9, [n] * 9]) for dtype in ("float32", "bfloat16") for n in (1000, 2000)]
     assert max(map(len, show.summary(swept))) <= show.COLUMNS
+    plain = show.summary([result(notes=["plain path: no sm_90 here"]), *swept])
+    assert [row.endswith(" =") for row in plain[:6]] == [False, True, *[False] * 4]
+    assert plain[-1].endswith(", = plain path: the Model's own layers") and max(map(len, plain)) <= show.COLUMNS
+
+
+@pytest.mark.parametrize("rows", [2**n for n in range(12)])
+def test_no_line_ends_inside_a_shape(rows):
+    text = "\n".join(show.block(result(shapes=[[rows, 2048], [rows, 2048]], constants={})))
+    assert text.count(f"{rows} x 2048") == 2
 
 
 @pytest.mark.parametrize(("no_color", "painted"), [("", True), ("1", False)])
