@@ -16,6 +16,7 @@ others did), 4 the judge itself failed.
 from __future__ import annotations
 
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -41,9 +42,12 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 warnings.filterwarnings("ignore")
 if __name__ == "__main__":  # contenders are forked from a server; it loads what judge/worker.py asks for, meanwhile
     multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "judge.worker"])
-    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits: Ctrl-C is told by this process
+    # The server inherits that Ctrl-C is blocked: only this process is to tell of it, also of one that comes meanwhile.
+    # (The tracker comes first, since it unblocks Ctrl-C when it has started.)
+    multiprocessing.resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     multiprocessing.forkserver.ensure_running()
-    signal.signal(signal.SIGINT, ours)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 import argparse
 import contextlib

@@ -76,10 +76,10 @@ def test_the_table_has_a_row_each_and_only_what_differs():
     assert plain[-1].endswith(", = plain path: the Model's own layers") and max(map(len, plain)) <= show.COLUMNS
 
 
-@pytest.mark.parametrize("rows", [2**n for n in range(12)])
-def test_no_line_ends_inside_a_shape(rows):
-    text = "\n".join(show.block(result(shapes=[[rows, 2048], [rows, 2048]], constants={})))
-    assert text.count(f"{rows} x 2048") == 2
+def test_no_line_ends_inside_a_shape():
+    for length in range(60):
+        text = "\n".join(show.block(result("n" * length, shapes=[[256, 2048], [256, 2048]], constants={})))
+        assert text.count("256 x 2048") == 2, text
 
 
 @pytest.mark.parametrize(("no_color", "painted"), [("", True), ("1", False)])
