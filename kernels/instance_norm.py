@@ -275,7 +275,7 @@ template <int OPERANDS> struct Norm {
 //      registers          group 0   group 1   group 2
 //
 // The output goes back the same way, through the same shared memory. So global memory is read and written 16 bytes at a
-// time, wherever slices begin. For bfloat16 slices of 7 x 7 this takes 0.52 of norm_in_registers' time, backward 0.66.
+// time, wherever slices begin. A first version took 0.52 of norm_in_registers' time (H200, bfloat16, 7 x 7).
 
 // The most threads of a group. With 8 packs each they hold 4096 packs.
 constexpr int kMaxGroup = 512;

@@ -15,7 +15,6 @@ import torch
 from cases import FIRST, KNOWN, PORTABLE, ROOT, STEMS, solution
 from processes import compiler, finish, run_python, save_case, start_python
 from sources import strings
-from test_readme import code_is_measured, only_ci_fails
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 # All files build by the same function, which test_copying holds equal. This one is the quickest to build.
@@ -59,9 +58,8 @@ def test_cuda_compiles_without_warnings_and_spills(stem, tmp_path):
     assert done.returncode == 0 and "warning" not in report, report
     spills = re.findall(r"(\d+) bytes spill stores", report)
     assert spills
-    if (stem in KNOWN or stem not in PORTABLE) and max(map(int, spills)) > SPILLS.get(stem, 0):  # a new pair may spill
-        assert not code_is_measured(stem), report
-        only_ci_fails(f"kernels/{stem}.py was changed since it was measured, and spills more registers: {spills}")
+    if stem in KNOWN or stem not in PORTABLE:  # a new pair may spill
+        assert max(map(int, spills)) <= SPILLS.get(stem, 0), report
 
 
 # ---- what may be missing

@@ -23,13 +23,6 @@ def only_ci_fails(said: str) -> None:
     warnings.warn(said, stacklevel=2)
 
 
-def code_is_measured(model: str) -> bool:
-    """Whether a record is of the code that the kernel file has; not so once somebody has changed it."""
-    records = (json.loads(path.read_text())["runs"] for path in (ROOT / "results").rglob("*.json"))
-    hashes = {run["source_sha256"] for runs in records for run in runs if run["model"] == model}
-    return code_sha256(ROOT / "kernels" / f"{model}.py") in hashes
-
-
 RECORDS = sorted(path.relative_to(ROOT / "results").as_posix() for path in (ROOT / "results").rglob("*.json"))
 
 
