@@ -157,6 +157,7 @@ constexpr int kWarpChannels = kTensor ? 16 : 4;  // output channels per warp
 constexpr int kBlockLog2 = kTensor ? 7 : 5;      // 2^kBlockLog2 = kWarps * kWarpChannels
 constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
 constexpr int kRows = 4;                         // pixel rows per thread
+constexpr int kWarpRows = kTensor ? 4 : 16;      // pixel rows per warp
 constexpr int kPixels = kValues / kChannels;     // pixels per thread and channel
 constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
 constexpr int kChunk = 8;                       // pixels that a thread loads or stores at once
@@ -187,7 +188,7 @@ struct Arguments {
     double2* partials;  // (samples, groups, parts, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
-    float* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
+    double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
     float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): partial sums of W's gradient, or null
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
     int dh_type;  // 0 float, 1 half, 2 bfloat16
@@ -230,11 +231,9 @@ struct Tile {
 struct Epilogue { float mean, factor, offset, pull, rstd; };
 
 struct Shared {
-    float sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
-    float anchors[kWarps][16];
-    int counts[kWarps];  // forward: pixels of the warp that lie in the image; backward: 1 (its anchors are 0)
+    double sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
+    float anchors[kWarps][16];  // 0 in the backward
     double2 channels[kMostOuts];  // sums of each channel of the tile, in `publish`
-    float means[kMostOuts];  // of v, in the backward
     Epilogue epilogue[kMostOuts];
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
     int offsets[kMostTaps + 1];  // see `multiply`
@@ -262,7 +261,7 @@ struct Fragment {
         const int lanes = kColumns / 2 / kPairs;  // lanes side by side in a row
         channel = (warp >> warps_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
         const int others = warp & ((1 << warps_log2) - 1);  // this warp's index among them
-        row = (others * (kTensor ? 1 : 4) + (kTensor ? 0 : lane / lanes)) * kRows;
+        row = others * kWarpRows + (kTensor ? 0 : lane / lanes * kRows);
         column = lane % lanes * 2;
     }
 };
@@ -823,35 +822,53 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; all further sums are in double. The
 // order of the additions is always the same, so results are the same bits each time.
 
+// A sum of floats and, if EXACT, what the additions' roundings have lost (Knuth's two-sum); otherwise `lost` stays 0.
+// All g are added up exactly: their sum, the gradient of beta, may be near zero, and has no other error.
+struct Addend {
+    float sum, lost;
+    template <bool EXACT> __device__ __forceinline__ void add(float v) {
+        const float before = sum;
+        sum += v;
+        const float added = sum - before;
+        if (EXACT) lost += (before - (sum - added)) + (v - added);
+    }
+};
+// Adds what another lane gives.
+template <bool EXACT> __device__ __forceinline__ void add_of_lane(Addend& to, Addend given, int distance) {
+    to.add<EXACT>(__shfl_xor_sync(~0u, given.sum, distance));
+    if (EXACT) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
+}
 // A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane gives eight values or, with tensor
 // cores, four; it gets the sum, over these lanes, of one of them: number lane / 4 of eight, or lane % 4 of four. In
 // each step a lane sends half of its values to another lane, and adds to the other half what it receives.
-__device__ __forceinline__ float sum_of_lanes(float (&values)[2 * kChannels]) {
+template <bool EXACT> __device__ __forceinline__ Addend sum_of_lanes(Addend (&values)[2 * kChannels]) {
     int distance = kChannelLanes / 2;
 #pragma unroll
     for (int half = kChannels; half > 0; half /= 2) {
-        const bool upper = threadIdx.x & distance;
+        const bool upper = read_thread() & distance;
 #pragma unroll
         for (int i = 0; i < half; ++i) {
-            const float given = upper ? values[i] : values[i + half];
-            values[i] = (upper ? values[i + half] : values[i]) + __shfl_xor_sync(~0u, given, distance);
+            const Addend given = upper ? values[i] : values[i + half];
+            if (upper) values[i] = values[i + half];
+            add_of_lane<EXACT>(values[i], given, distance);
         }
         distance /= 2;
     }
-    for (; distance > 0; distance /= 2) values[0] += __shfl_xor_sync(~0u, values[0], distance);
+    for (; distance > 0; distance /= 2) add_of_lane<EXACT>(values[0], values[0], distance);
     return values[0];
 }
 
 // By a warp, each lane for one channel c: adds up the sums of the block's warps. Returns, in the forward, the sums of v
 // and v^2; in the backward those of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
-__device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Shared& shared, int c) {
+__device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
     const int warps = 1 << (kBlockLog2 - p.outs_log2), first = c / kWarpChannels * warps;  // that have the channel
-    const int own = c % kWarpChannels;
+    const int own = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // of pixels in the image
     double2 all = {};
     for (int warp = first; warp < first + warps; ++warp) {
-        const double n = shared.counts[warp], anchor = shared.anchors[warp][own];
+        const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // of pixels in the image
+        if (rows <= 0) break;
+        const double n = rows * columns, anchor = shared.anchors[warp][own];
         const double sum = shared.sums[0][warp][own], square = shared.sums[1][warp][own];
-        if (n == 0) continue;
         all.x += sum + n * anchor;
         all.y += square + anchor * (2 * sum + n * anchor);
     }
@@ -862,7 +879,7 @@ __device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, 
     return p.partials + ((int64_t(sample) * p.groups + group) * p.parts + part) * p.pixel_tiles;
 }
 // The tile's partial sum of a channel's gradient: `which` is 0 for dbeta, 1 dgamma, 2 dbias, 3 dscale.
-__device__ __forceinline__ float& channel_sum(const Arguments& p, const Tile& tile, int which, int c) {
+__device__ __forceinline__ double& channel_sum(const Arguments& p, const Tile& tile, int which, int c) {
     const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
     return p.channel_sums[(row * 4 + which) * p.out_channels + tile.channel + c];
 }
@@ -872,14 +889,14 @@ template <bool BACKWARD>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared, int lane) {
     const int outs = p.outs, end = min(outs, p.out_channels - tile.channel);
     if (lane < end) {
-        double2 all = sums_of_channel(p, shared, lane);
+        double2 all = sums_of_channel(p, tile, shared, lane);
         if (BACKWARD) {
             const int64_t group = int64_t(tile.sample) * p.groups + (tile.channel + lane) / p.group_channels;
             const Statistics of = p.statistics[group];
             const double gamma = shared.parameters[lane].z;
             all.y = (all.y - of.rest * all.x) * of.rstd;  // of g times the normalised v
-            channel_sum(p, tile, 0, lane) = float(all.x);
-            channel_sum(p, tile, 1, lane) = float(all.y);
+            channel_sum(p, tile, 0, lane) = all.x;
+            channel_sum(p, tile, 1, lane) = all.y;
             all = {gamma * all.x, gamma * all.y};
         }
         shared.channels[lane] = all;
@@ -917,8 +934,8 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 // what finish needs of each channel.
 template <bool BACKWARD>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = threadIdx.x % 32, end = min(tile.channel + p.outs, p.out_channels);
-    for (int group = tile.group + threadIdx.x / 32; true; group += kWarps) {
+    const int lane = read_thread() % 32, end = min(tile.channel + p.outs, p.out_channels);
+    for (int group = tile.group + read_thread() / 32; true; group += kWarps) {
         const int first = group * p.group_channels, last = first + p.group_channels - 1;
         if (first >= end) return;
         const double2* const partials = partials_of(p, tile.sample, group, 0);
@@ -964,16 +981,16 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
 // The kernel, and what differs between its directions. h[o][i] is the value of the thread's channel o, pixel i.
 
 // By a warp: adds up its lanes' sums, and writes them to shared memory for sums_of_channel.
+template <bool EXACT>
 __device__ __forceinline__ void keep_sums(
-    float (&sums)[2 * kChannels], const float (&anchors)[kChannels], int count, Shared& shared, int warp) {
-    const int lane = threadIdx.x % 32;
-    const float sum = sum_of_lanes(sums);
-    if (lane == 0) shared.counts[warp] = count;
+    Addend (&sums)[2 * kChannels], const float (&anchors)[kChannels], Shared& shared, int warp) {
+    const int lane = read_thread() % 32;
+    const Addend sum = sum_of_lanes<EXACT>(sums);
     if (!kTensor && lane % 4 != 0) return;
     // Which of the 2 kChannels sums this lane has. The anchors are written by lanes with a sum of the first half.
     const int which = kTensor ? lane % 4 : lane / 4;
     const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStep;
-    shared.sums[which / kChannels][warp][c] = sum;
+    shared.sums[which / kChannels][warp][c] = double(sum.sum) + sum.lost;
     float anchor = anchors[0];
 #pragma unroll
     for (int o = 1; o < kChannels; ++o) anchor = which == o ? anchors[o] : anchor;
@@ -988,7 +1005,8 @@ __device__ __forceinline__ void sum_values(
     constexpr int kSecond = 2;  // a pixel of the first row, in the thread's next pair of columns
     constexpr int kThird = 6 * kPairs;  // a pixel of the fourth row
     const bool three = (pixels.valid >> kSecond & pixels.valid >> kThird & 1) != 0;
-    float sums[2 * kChannels] = {}, anchors[kChannels];
+    Addend sums[2 * kChannels] = {};
+    float anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
         // The anchor is the median of three pixels of the channel's first lane, which are so far apart that an infinity
@@ -1007,15 +1025,11 @@ __device__ __forceinline__ void sum_values(
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             const float d = v[o][i] - anchor;
-            sums[o] += d;
-            sums[kChannels + o] = fmaf(d, d, sums[kChannels + o]);
+            sums[o].sum += d;
+            sums[kChannels + o].sum = fmaf(d, d, sums[kChannels + o].sum);
         }
     }
-    int count = __popc(pixels.valid);
-    for (int distance = kChannelLanes / 2; distance > 0; distance /= 2) {
-        count += __shfl_xor_sync(~0u, count, distance);
-    }
-    keep_sums(sums, anchors, count, shared, warp);
+    keep_sums<false>(sums, anchors, shared, warp);
 }
 // By a warp, with tensor cores: writes a row of its 16 channels at a time, through shared memory, so that a store
 // writes 128 contiguous bytes of a channel instead of 32, and with 16 bits 64 instead of 16. `staging` is the staging
@@ -1085,16 +1099,11 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// The backward; g is the gradient of out. By a block, before a __syncthreads: loads the means of the channels' groups.
-__device__ __forceinline__ void load_means(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int c = tile.channel + threadIdx.x;
-    if (threadIdx.x >= p.outs || c >= p.out_channels) return;
-    shared.means[threadIdx.x] = p.statistics[int64_t(tile.sample) * p.groups + c / p.group_channels].mean;
-}
+// The backward; g is the gradient of out.
 // Brings the tile's g to L2 while the block convolves: otherwise the backward waits for it twice as long.
 template <typename T> __device__ __forceinline__ void prefetch_gradients(const Arguments& p, const Tile& tile) {
     const int last = min(kColumns, p.columns - tile.column) - 1;
-    for (int i = threadIdx.x; i < p.outs * p.tile_rows; i += kThreads) {
+    for (int i = read_thread(); i < p.outs * p.tile_rows; i += kThreads) {
         const int c = tile.channel + i / p.tile_rows, row = tile.row + i % p.tile_rows;
         if (c >= p.out_channels || row >= p.rows) continue;
         const int64_t line = (int64_t(tile.sample) * p.out_channels + c) * p.rows + row;
@@ -1115,31 +1124,32 @@ __device__ __forceinline__ void clear_outside(float (&h)[kChannels][kPixels], co
 }
 // By a warp: adds up g and g (v - mean) of its channels.
 template <typename T>
-__device__ __forceinline__ void sum_gradients(
-    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
-    float sums[2 * kChannels] = {};
+__device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& tile,
+    const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+    Addend sums[2 * kChannels] = {};
 #pragma unroll
     for (int i = 0; i < kValues; i += kChunk) {
         const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
-        const float mean = shared.means[c], scale = shared.parameters[c].y;
+        const int group = min(tile.channel + c, p.out_channels - 1) / p.group_channels;
+        const float mean = p.statistics[int64_t(tile.sample) * p.groups + group].mean, scale = shared.parameters[c].y;
         float g[kChunk];
         load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) {
-            sums[o] += g[k];
-            sums[kChannels + o] = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, sums[kChannels + o]);
+            sums[o].add<true>(g[k]);
+            float& other = sums[kChannels + o].sum;
+            other = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, other);
         }
         __syncwarp();  // otherwise the compiler loads all at once, and runs out of registers
     }
-    const float anchors[kChannels] = {};
-    keep_sums(sums, anchors, 1, shared, warp);
+    keep_sums<true>(sums, {}, shared, warp);
 }
 // By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale, to global memory and, in
 // registers, over h. Adds up dz / rstd and dz h / rstd: in the code `dv` and `dz` are without the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
     const Arguments& p, float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
-    float sums[2 * kChannels] = {};
+    Addend sums[2 * kChannels] = {};
 #pragma unroll
     for (int i = 0; i < kValues; i += kChunk) {
         const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
@@ -1152,8 +1162,8 @@ __device__ __forceinline__ void write_gradients(
             const float value = h[o][begin + k], z = value * scale;
             const float dv = fmaf(n.factor, g[k], -fmaf(activation(z) - n.mean, n.pull, n.offset));
             const float dz = pixels.valid >> (begin + k) & 1 ? dv * activation_gradient(z) : 0.0f;
-            sums[o] += dz;
-            sums[kChannels + o] = fmaf(dz, value, sums[kChannels + o]);
+            sums[o].sum += dz;
+            sums[kChannels + o].sum = fmaf(dz, value, sums[kChannels + o].sum);
             g[k] = dz * n.rstd * scale;
             h[o][begin + k] = g[k];
         }
@@ -1162,8 +1172,7 @@ __device__ __forceinline__ void write_gradients(
         else store_pixels(static_cast<__nv_bfloat16*>(p.out), pixels, o, begin, g);
         __syncwarp();
     }
-    const float anchors[kChannels] = {};
-    keep_sums(sums, anchors, 1, shared, warp);
+    keep_sums<false>(sums, {}, shared, warp);
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // W's gradient, on tensor cores. dW(o, c, tap) is the sum over all output pixels of dh(o, pixel) x(c, pixel + the tap's
@@ -1316,10 +1325,10 @@ __device__ __forceinline__ void add_weight_gradient(
 __device__ __forceinline__ void publish_gradients(
     const Arguments& p, const Tile& tile, const Shared& shared, int lane) {
     if (lane >= min(p.outs, p.out_channels - tile.channel)) return;
-    const double2 all = sums_of_channel(p, shared, lane);
+    const double2 all = sums_of_channel(p, tile, shared, lane);
     const double rstd = shared.epilogue[lane].rstd, scale = shared.parameters[lane].y;
-    channel_sum(p, tile, 2, lane) = float(all.x * rstd * scale);
-    channel_sum(p, tile, 3, lane) = float(all.y * rstd);
+    channel_sum(p, tile, 2, lane) = all.x * rstd * scale;
+    channel_sum(p, tile, 3, lane) = all.y * rstd;
 }
 
 // Adds the bias and, in the forward, computes the activation.
@@ -1350,18 +1359,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
     const auto advance = [&](int buffer) {
         if (DIRECTION != kBackward) return buffer ^ 1;
         __syncthreads();
-        if (threadIdx.x == 0) shared.tiles[0] = shared.tiles[1];
+        if (read_thread() == 0) shared.tiles[0] = shared.tiles[1];
         __syncthreads();
         return 0;
     };
-    if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
-    if (kTensor && threadIdx.x <= kMostTaps) {
-        const int tap = threadIdx.x < p.kernel * p.kernel ? threadIdx.x : 0;
-        shared.offsets[threadIdx.x] = (tap / p.kernel * kPitch + tap % p.kernel) * 16;
+    if (read_thread() == 0) shared.tiles[0].set(p, blockIdx.x);
+    if (kTensor && read_thread() <= kMostTaps) {
+        const int tap = read_thread() < p.kernel * p.kernel ? read_thread() : 0;
+        shared.offsets[read_thread()] = (tap / p.kernel * kPitch + tap % p.kernel) * 16;
     }
-    if (threadIdx.x < kMostOuts) {  // also of channels that do not exist, so that their dh is 0
-        shared.epilogue[threadIdx.x] = {0, 1, 0};
-        shared.parameters[threadIdx.x] = {};
+    if (read_thread() < kMostOuts) {  // also of channels that do not exist, so that their dh is 0
+        shared.epilogue[read_thread()] = {0, 1, 0};
+        shared.parameters[read_thread()] = {};
     }
     __syncthreads();
     start_x<T>(p, shared.tiles[0], 0, raw);
@@ -1375,10 +1384,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
     for (int buffer = 0; shared.tiles[buffer].item < p.items; buffer = advance(buffer)) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
-        if (DIRECTION == kBackward) {
-            load_means(p, tile, shared);
-            prefetch_gradients<T>(p, tile);
-        }
+        if (DIRECTION == kBackward) { prefetch_gradients<T>(p, tile); }
         float h[kChannels][kPixels] = {};
         float largest_unit = 0;  // of the tile's stages
         for (int first = 0; first < p.in_channels; first += p.stage) {
@@ -1389,14 +1395,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
             unit *= finish_x<T, DIRECTION>(p, first, raw, x, shared);
-            // A register is faster, but the backward has none left: there it is in shared memory.
+            // A register is faster: 0.98 of the time. But the backward has none left: there it is in shared memory.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
-            else if (threadIdx.x == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
+            else if (read_thread() == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) start_x<T>(p, tile, first + p.stage, raw);
             __syncthreads();
             convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), unit, h);
         }
-        if (threadIdx.x == 0) next.set(p, tile.item + gridDim.x);
+        if (read_thread() == 0) next.set(p, tile.item + gridDim.x);
         if constexpr (kTensor || DIRECTION == kInputGradient) {
             mend<T, DIRECTION>(p, tile, shared, DIRECTION == kBackward ? shared.largest_unit : largest_unit, h);
         }
@@ -1410,14 +1416,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
         if (DIRECTION == kBackward) clear_outside(h, Pixels(p, tile));
         if (p.mode != kFinish) {
             const Pixels pixels(p, tile);
-            if (DIRECTION == kBackward) sum_gradients<T>(p, h, pixels, shared, warp());
+            if (DIRECTION == kBackward) sum_gradients<T>(p, tile, h, pixels, shared, warp());
             else sum_values(h, pixels, shared, warp());
         }
         __syncthreads();
-        if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, threadIdx.x);
+        if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
         if (next.item < p.items) start_x<T>(p, next, 0, raw);  // while the other blocks publish
         if (p.mode == kSums) continue;
-        if (p.mode == kWait && threadIdx.x == 0) await_sample(p, tile.sample);
+        if (p.mode == kWait && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
         gather<DIRECTION == kBackward>(p, tile, shared);
         __syncthreads();
@@ -1427,7 +1433,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(cons
                 if (p.weight_sums != nullptr) add_weight_gradient<T>(p, tile, x, shared, h);
             }
             __syncthreads();
-            if (warp() == 0) publish_gradients(p, tile, shared, threadIdx.x);
+            if (warp() == 0) publish_gradients(p, tile, shared, read_thread());
         } else {
             write_values<T>(p, tile, h, shared, x);
         }
@@ -1545,10 +1551,12 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     return cudaGetLastError();
 }
 
-// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. If `backward`, dh takes the
-// place of out, and grad, channel_sums and weight_sums follow, the last of which may be null. Returns a cudaError_t.
+// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward dh takes the
+// place of out, and grad, channel_sums and weight_sums follow, the last of which may be null. For the gradient of x
+// they are dh, weight, seven that are not used, and dx; the sizes of x are those of dh, and out_channels are dx's.
+// Returns a cudaError_t.
 extern "C" int conv_launch(
-    void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream) {
+    void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
     Arguments p = plan(sizes);
     p.x = pointers[0];
     p.weight = pointers[1];
@@ -1562,25 +1570,16 @@ extern "C" int conv_launch(
     p.partials = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
     p.out = pointers[9];
     p.eps = float(eps);
-    if (backward) {
+    if (direction == kBackward) {
         p.grad = pointers[10];
-        p.channel_sums = static_cast<float*>(pointers[11]);
+        p.channel_sums = static_cast<double*>(pointers[11]);
         p.weight_sums = static_cast<float*>(pointers[12]);
     }
     const auto of_type = [&](auto zero) {
         using T = decltype(zero);
-        return backward ? launch<T, kBackward>(p, stream) : launch<T, kForward>(p, stream);
+        if (direction == kForward) return launch<T, kForward>(p, stream);
+        return direction == kBackward ? launch<T, kBackward>(p, stream) : launch<T, kInputGradient>(p, stream);
     };
-    return sizes[7] == 0 ? of_type(float()) : sizes[7] == 1 ? of_type(__half()) : of_type(__nv_bfloat16());
-}
-// Computes dx from dh; the sizes of x are those of dh here, and out_channels are the channels of dx.
-extern "C" int conv_input_gradient(
-    const void* dh, const void* weight, void* dx, const int64_t* sizes, cudaStream_t stream) {
-    Arguments p = plan(sizes);
-    p.x = dh;
-    p.weight = weight;
-    p.out = dx;
-    const auto of_type = [&](auto zero) { return launch<decltype(zero), kInputGradient>(p, stream); };
     return sizes[7] == 0 ? of_type(float()) : sizes[7] == 1 ? of_type(__half()) : of_type(__nv_bfloat16());
 }
 """
@@ -1611,6 +1610,7 @@ CPP_SOURCE = r"""
 namespace {
 using at::Tensor;
 using Tensors = std::tuple<Tensor, Tensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
@@ -1936,28 +1936,23 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
 // For _check_activation.
 std::tuple<double, double> activation_at(double z) { return {activation(float(z)), activation_gradient(float(z))}; }
 
-// The gradient dh of the convolution's result, of type `dtype`; four rows, the gradients of beta, of gamma, of either
-// bias (both have the same), and of scale; and the gradient of the convolution's weight, or nothing, if it is not
-// needed.
-std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor&, at::TensorList parameters,
-    const Tensor&, at::ScalarType dtype, bool needs_weight) {
+// The gradient of x, of type `dtype`, or nothing, if it is not needed; four rows, the gradients of beta, of gamma, of
+// either bias (both have the same), and of scale; the gradient of the convolution's weight, or nothing.
+Gradients backward_meta(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor&,
+    at::ScalarType dtype, bool needs_x, bool needs_weight) {
+    const auto gradient_of = [](const Tensor& t, bool needed, at::ScalarType type) {
+        return needed ? at::empty_symint(t.sym_sizes(), t.options().dtype(type)) : at::empty({0}, t.options());
+    };
     const Tensor& weight = parameters[kWeight];
-    return {at::empty_symint(grad.sym_sizes(), grad.options().dtype(dtype)),
+    return {gradient_of(x, needs_x, dtype),
         at::empty_symint({4, parameters[kBias].sym_numel()}, grad.options().dtype(at::kFloat)),
-        needs_weight ? at::empty_symint(weight.sym_sizes(), weight.options()) : at::empty({0}, weight.options())};
-}
-
-// The gradient of x: the convolution of dh with the rotated weights.
-Tensor input_gradient_meta(const Tensor& dh, const Tensor& weight) {
-    const auto rows = dh.sym_size(2) + weight.sym_size(2) - 1, columns = dh.sym_size(3) + weight.sym_size(3) - 1;
-    return at::empty_symint({dh.sym_size(0), weight.sym_size(1), rows, columns}, dh.options());
+        gradient_of(weight, needs_weight, weight.scalar_type())};
 }
 
 #ifdef WITH_CUDA
+enum { kForward, kBackward, kInputGradient };  // the directions in CUDA_SOURCE
 extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape);
-extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream);
-extern "C" int conv_input_gradient(
-    const void* dh, const void* weight, void* dx, const int64_t* sizes, cudaStream_t stream);
+extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream);
 
 // Contiguous, and at a multiple of 16 bytes; a slice of another tensor need not be there.
 Tensor aligned(const Tensor& t) {
@@ -1981,13 +1976,14 @@ Tensors launch(const Tensor& x, at::TensorList parameters, const Tensor& statist
     held.insert(held.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
     Tensor channel_sums, weight_sums;
     if (grad.defined()) {
-        channel_sums = at::empty({rows, 4, weight.size(0)}, x.options().dtype(at::kFloat));
-        if (weight_shape[0] > 0) weight_sums = at::zeros(weight_shape, channel_sums.options());
+        channel_sums = at::empty({rows, 4, weight.size(0)}, x.options().dtype(at::kDouble));
+        if (weight_shape[0] > 0) weight_sums = at::zeros(weight_shape, x.options().dtype(at::kFloat));
         held.insert(held.end(), {aligned(grad), channel_sums, weight_sums});
     }
     std::vector<void*> pointers;
     for (const Tensor& t : held) pointers.push_back(t.defined() ? t.data_ptr() : nullptr);
-    check(conv_launch(pointers.data(), sizes, eps, grad.defined(), c10::cuda::getCurrentCUDAStream()));
+    check(conv_launch(
+        pointers.data(), sizes, eps, grad.defined() ? kBackward : kForward, c10::cuda::getCurrentCUDAStream()));
     return {channel_sums, weight_sums};
 }
 Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
@@ -1996,35 +1992,47 @@ Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups,
     if (out.numel() > 0) launch(x, parameters, statistics, out, eps, {}, false);
     return {out, statistics};
 }
-std::tuple<Tensor, Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters,
-    const Tensor& statistics, at::ScalarType dtype, bool needs_weight) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    auto [dh, sums, grad_weight] = backward_meta(grad, x, parameters, statistics, dtype, needs_weight);
-    if (grad.numel() == 0) return {dh, sums.zero_(), grad_weight.zero_()};
-    const auto [channel_sums, weight_sums] = launch(x, parameters, statistics, dh, 0, grad, needs_weight);
-    const auto sum = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble); };
-    sums.copy_(sum(channel_sums));
-    if (weight_sums.defined()) {  // (taps, outs, 8) for (out_channels, in_channels, taps)
-        const auto to = grad_weight.flatten(2);
-        to.copy_(sum(weight_sums).permute({1, 2, 0}).slice(0, 0, to.size(0)).slice(1, 0, to.size(1)));
-    } else if (needs_weight) {
-        const Tensor& weight = parameters[kWeight];
-        const auto found = at::convolution_backward(dh, x.to(dtype), weight.to(dtype), at::nullopt, {1, 1}, {0, 0},
-            {1, 1}, false, {0, 0}, 1, {false, true, false});
-        grad_weight.copy_(std::get<1>(found));
-    }
-    return {dh, sums, grad_weight};
-}
-Tensor input_gradient_cuda(const Tensor& dh, const Tensor& weight) {
-    const c10::cuda::CUDAGuard guard(dh.device());
-    const Tensor dx = input_gradient_meta(dh, weight);
-    if (dx.numel() == 0) return dx;
+// dx is the convolution of dh with the rotated weights.
+void convolve_gradient(const Tensor& dh, const Tensor& weight, const Tensor& dx) {
     const int64_t type = number_of(dh.scalar_type());
     const int64_t sizes[] = {dh.size(0), dh.size(1), dh.size(2), dh.size(3), weight.size(1), 1, weight.size(2), type,
         type, weight.size(2) - 1};
-    check(conv_input_gradient(
-        dh.const_data_ptr(), weight.const_data_ptr(), dx.mutable_data_ptr(), sizes, c10::cuda::getCurrentCUDAStream()));
-    return dx;
+    void* const pointers[10] = {dh.data_ptr(), weight.data_ptr(), 0, 0, 0, 0, 0, 0, 0, dx.data_ptr()};
+    check(conv_launch(pointers, sizes, 0, kInputGradient, c10::cuda::getCurrentCUDAStream()));
+}
+Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics,
+    at::ScalarType dtype, bool needs_x, bool needs_weight) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const bool nothing = grad.numel() == 0;
+    auto [dx, sums, grad_weight] =
+        backward_meta(grad, x, parameters, statistics, dtype, needs_x && nothing, needs_weight);
+    if (nothing) return {dx.zero_(), sums.zero_(), grad_weight.zero_()};
+    const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
+    bool others_weight = needs_weight;
+    {  // The partial sums' memory is free again before dx takes some.
+        const auto [channel_sums, weight_sums] = launch(x, parameters, statistics, dh, 0, grad, needs_weight);
+        const auto sum = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble); };
+        sums.copy_(sum(channel_sums));
+        if (weight_sums.defined()) {  // (taps, outs, 8) for (out_channels, in_channels, taps)
+            const auto to = grad_weight.flatten(2);
+            to.copy_(sum(weight_sums).permute({1, 2, 0}).slice(0, 0, to.size(0)).slice(1, 0, to.size(1)));
+            others_weight = false;
+        }
+    }
+    const Tensor weight = parameters[kWeight].to(dtype).contiguous();
+    const bool own_x = needs_x && weight.size(2) == 3 && weight.size(1) >= 4;  // otherwise cuDNN is as fast
+    const bool others_x = needs_x && !own_x;
+    if (own_x) {
+        dx = at::empty(x.sizes(), dh.options());
+        convolve_gradient(dh, weight, dx);
+    }
+    if (others_x || others_weight) {
+        const auto found = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1}, false,
+            {0, 0}, 1, {others_x, others_weight, false});
+        if (others_x) dx = std::get<0>(found);
+        if (others_weight) grad_weight.copy_(std::get<1>(found));
+    }
+    return {dx, sums, grad_weight};
 }
 #endif
 
@@ -2033,20 +2041,17 @@ Tensor input_gradient_cuda(const Tensor& dh, const Tensor& weight) {
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("activation(float z) -> (float, float)", activation_at);
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, ScalarType dtype, bool needs_weight)"
-          " -> (Tensor, Tensor, Tensor)");
-    m.def("input_gradient(Tensor dh, Tensor weight) -> Tensor");
-    m.impl("input_gradient", torch::dispatch(c10::DispatchKey::Meta, input_gradient_meta));
+    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, ScalarType dtype, bool needs_x,"
+          " bool needs_weight) -> (Tensor, Tensor, Tensor)");
     m.impl("forward", torch::dispatch(c10::DispatchKey::CPU, forward_cpu));
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
 #ifdef WITH_CUDA
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
     m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
-    m.impl("input_gradient", torch::dispatch(c10::DispatchKey::CUDA, input_gradient_cuda));
 #endif
     // Gradients go through the autograd.Function below; backward through an operator called directly raises an error.
-    for (const char* name : {"forward", "backward", "input_gradient"}) {
+    for (const char* name : {"forward", "backward"}) {
         m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
     }
 }
@@ -2130,7 +2135,6 @@ def _load(name: str, arch: str = "") -> str:
 
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
-_input_gradient = getattr(torch.ops, NAMESPACE).input_gradient
 
 # The types that our kernels take: on a GPU all three, on a CPU float32 and the types for which it has no instructions.
 # PyTorch's convolution takes up to 30 times as long in such a type as in float32.
@@ -2258,15 +2262,8 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
-        x, weight = tensors[:2]
-        dh, sums, grad_weight = _backward(grad, x, tensors[1:], statistics, ctx.dtype, needs[1])
-        grad_x, low = None, weight.to(ctx.dtype)
-        if needs[0] and weight.shape[2] == 3 and weight.shape[1] >= 4:
-            grad_x = _input_gradient(dh, low.contiguous())
-        elif needs[0]:  # cuDNN is as fast
-            grad_x, *_ = torch.ops.aten.convolution_backward(
-                dh, x.to(ctx.dtype), low, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False]
-            )
+        x, *parameters = tensors
+        grad_x, sums, grad_weight = _backward(grad, x, parameters, statistics, ctx.dtype, *needs[:2])
         grad_beta, grad_gamma, grad_bias, grad_scale = sums.to(grad.dtype).unbind()  # both biases have the same
         found = (grad_x, grad_weight, grad_bias, grad_bias.clone(), grad_scale, grad_gamma, grad_beta)
         return (

@@ -148,6 +148,18 @@ def test_gradients_of_any_magnitude(magnitude):
     assert_as_accurate_as_eager(scaled, draws(FEW, "cuda", torch.float32))
 
 
+@pytest.mark.parametrize("case", [FEW, ODD, NAMED["one channel to one"]], ids=str)
+def test_the_gradient_of_beta_where_large_values_cancel(case):
+    """It is the sum of what comes in, without another rounding than its own. The next sums are 1e-4 of the values."""
+    _, new, inputs = build(case, "cuda")
+    out = new(*inputs)
+    values = torch.randn_like(out)
+    grad = values - values.flip(2, 3) + 1e-4 * torch.randn_like(out)
+    out.backward(grad)
+    right = grad.double().sum((0, 2, 3))
+    assert ((new.group_norm.bias.grad - right).abs() <= 2**-23 * right.abs()).all()
+
+
 def test_gradients_where_rstd_times_scale_overflows():
     assert_as_accurate_as_eager(gradients, draws(FEW, "cuda", torch.float32, channels_of_almost_one_value(1e37)))
 
