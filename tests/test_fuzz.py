@@ -3,16 +3,23 @@
 import signal
 
 import pytest
-from cases import COMPILED, STEMS
+from cases import COMPILED, PORTABLE, STEMS
 from fuzz import again, miss
 from workers import in_processes
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_random_cases(stem, device):
-    cases = [(stem, 0, index, device.type) for index in range(100 if stem in COMPILED else 2)]
-    missed = [again(*case, said) for case in cases if (said := miss(case))]
+    """On a Hopper more than half of those for its files are by our kernels; large products take a second each."""
+    count = 100
+    if stem not in PORTABLE:
+        count = 2 if stem not in COMPILED else 20 if "linear" in stem else 100
+    cases = [(stem, 0, index, device.type) for index in range(count)]
+    said = list(map(miss, cases))
+    missed = [again(*case, words) for case, words in zip(cases, said) if words]
     assert not missed, "\n".join(missed)
+    if stem not in PORTABLE and device.type == "cuda":
+        assert said.count(None) > len(cases) / 2
 
 
 def test_what_dies_or_hangs_is_said_and_the_rest_is_done():

@@ -4,9 +4,10 @@
 
 A case is a shape, a dtype, and a kind of values and a place in memory for each input and parameter, all drawn from
 (pair, seed, index). In three quarters the output is judged, in the others the gradients. The pair's own operators take
-some, the plain path the rest; the last lines say how many. For each miss one line is printed: the command that repeats
-it, and what is wrong; a case that hangs or ends its process is a miss. Exit code 1 if there was one. The pairs take
-turns; after `--seconds` no more are begun. Each process has one thread and, on a GPU, a context of its own.
+some, the plain path the rest; the last lines say how many. For a file of kernels/hopper most shapes are drawn from what
+its operators take. For each miss one line is printed: the command that repeats it, and what is wrong; a case that hangs
+or ends its process is a miss. Exit code 1 if there was one. The pairs take turns; after `--seconds` no more are begun.
+Each process has one thread and, on a GPU, a context of its own.
 """
 
 import argparse
@@ -29,7 +30,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 import torch.nn.functional as F
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
-from cases import DTYPES, LAYOUTS, STEMS, Case, converted, fits, in_float64, problem_of, solution
+from cases import DTYPES, LAYOUTS, PORTABLE, STEMS, Case, converted, fits, in_float64, problem_of, solution
 from processes import visible_gpus
 from test_gradients import ROUNDINGS, differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,12 +40,15 @@ from workers import in_processes
 
 SIZES = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65]
 BATCHES = [0, 1, 1, 2, 2, 3, 4, 5, 9]
+HOPPERS = 0.9  # of the shapes for a file of kernels/hopper, the share drawn from what its operators take
 
 
-def images(r: random.Random) -> tuple:
+def images(r: random.Random, on_hopper: bool) -> tuple:
     features, height, width = r.randint(1, 6), r.choice(SIZES), r.choice(SIZES)
     if r.random() < 0.02:
         height, width = r.choice([(33, 1000), (130, 131), (1, 20000), (512, 512)])
+    elif on_hopper and r.random() < 0.2:  # slices that a cluster shares: in whole packs, of more than 64 KiB
+        features, height, width = r.randint(1, 2), 8 * r.randint(8, 32), r.randint(128, 512)
     if height * width == 1:
         width = 2
     channels = features if r.random() < 0.9 else r.randint(1, 6)
@@ -52,37 +56,43 @@ def images(r: random.Random) -> tuple:
     return (features,), (image if r.random() < 0.1 else (r.choice(BATCHES), *image),)
 
 
-def product(r: random.Random, outs: int) -> tuple[int, int, int]:
+def product(r: random.Random, outs: int, on_hopper: bool) -> tuple[int, int, int]:
     """Rows, input and output features: a few, or 2^30 products at least, which a GPU's kernels for large ones take."""
-    if r.random() < 0.98:
+    if r.random() < (1 - HOPPERS if on_hopper else 0.98):
         return r.choice(BATCHES), r.choice([0, *SIZES]), outs
     ins, outs = 4 * r.randint(128, 512), 64 * r.randint(8, 32)
+    if on_hopper and r.random() < 0.9:
+        ins += ins % 8  # whole packs of 16 bits
     return 2**30 // (ins * outs) + r.randint(1, 300), ins, outs
 
 
-def rows_and_residuals(r: random.Random) -> tuple:
+def rows_and_residuals(r: random.Random, on_hopper: bool) -> tuple:
     outs = r.choice([1 + r.choice(SIZES), 8 * r.randint(3, 20), 8 * r.randint(3, 20)])
     if r.random() < 0.02:
         outs = r.choice([1023, 1025, 5000, 20000])
-    batch, ins, outs = product(r, outs)
-    y = r.choice([(batch, outs)] * 15 + [(outs,), (1, outs), (batch, 1), (1,), ()])
+    batch, ins, outs = product(r, outs, on_hopper)
+    whole = [(batch, outs)] * (60 if on_hopper else 15)
+    y = r.choice(whole + [(outs,), (1, outs), (batch, 1), (1,), ()])
     return (ins, outs, *r.choice([(), (), (), (1e-3,), (0.5, 0.3), (1e-12,)])), ((batch, ins), y)
 
 
-def grouped_rows(r: random.Random) -> tuple:
+def grouped_rows(r: random.Random, on_hopper: bool) -> tuple:
     groups, size = r.choice(SIZES[:12]), r.choice([*SIZES, *[8, 16, 32, 64, 128] * 6])
     if r.random() < 0.02:
         size = r.choice([1023, 1025, 5000, 20000]) // groups + 1
-    batch, ins, outs = product(r, groups * size)
+    batch, ins, outs = product(r, groups * size, on_hopper)
     if outs != groups * size:  # a large product
         groups = outs // 64
     if batch * outs == groups:
         batch = 2  # PyTorch refuses a single value
-    bias = r.choice([(outs,)] * 15 + [(1, outs), (batch, 1), (batch, outs), (1,), ()])
+    usual = [(outs,)] * (60 if on_hopper else 15)
+    bias = r.choice(usual + [(1, outs), (batch, 1), (batch, outs), (1,), ()])
     return (ins, outs, groups, bias), ((batch, ins),)
 
 
-def convolved(r: random.Random) -> tuple:
+def convolved(r: random.Random, on_hopper: bool) -> tuple:
+    if on_hopper and r.random() < HOPPERS:
+        return small_convolved(r)
     batch, ins, groups, size = r.choice(BATCHES), r.randint(1, 8), r.randint(1, 6), r.randint(1, 5)
     kernel = r.choice([3] * 9 + [1, 2, 5, (1, 3), (3, 1), (2, 4)])
     high, wide = kernel if isinstance(kernel, tuple) else (kernel, kernel)
@@ -97,6 +107,18 @@ def convolved(r: random.Random) -> tuple:
     operands += [(columns,), (rows, 1), (1,), ()]
     image = (batch, ins, rows + high - 1, columns + wide - 1)
     return (ins, outs, kernel, groups, r.choice(operands), r.choice(operands)), (image,)
+
+
+def small_convolved(r: random.Random) -> tuple:
+    """What hopper/conv_sigmoid_group_norm takes: mostly images of a few blocks, and some near the largest ones."""
+    batch, ins, groups, size = r.choice(BATCHES), r.randint(1, 8), r.randint(1, 8), r.randint(1, 4)
+    rows, columns = r.randint(1, 64), 2 * r.randint(1, 40)  # of the output
+    if r.random() < 0.03:
+        rows, columns = r.randint(100, 264), 2 * r.randint(60, 175)
+    if columns % 4 != 0:  # a multiple of 4 pixels
+        rows += rows % 2
+    outs = groups * size
+    return (ins, outs, 3, groups, (outs, 1, 1), (outs, 1, 1)), ((batch, ins, rows + 2, columns + 2),)
 
 
 SHAPES = {
@@ -167,8 +189,9 @@ def placed(t: torch.Tensor, r: random.Random) -> torch.Tensor:
     return room.as_strided(t.shape, strides, offset).copy_(t)
 
 
-def laid(t: torch.Tensor, layouts: list[Callable], r: random.Random) -> torch.Tensor:
-    return r.choice([*[lambda t: t] * 4, lambda t: placed(t, r), r.choice(layouts)])(t)
+def laid(t: torch.Tensor, layouts: list[Callable], r: random.Random, as_it_is: int = 4) -> torch.Tensor:
+    """One of `layouts`, or at any place, or, `as_it_is` times as often as either, as it is."""
+    return r.choice([*[lambda t: t] * as_it_is, lambda t: placed(t, r), r.choice(layouts)])(t)
 
 
 def moved(t: torch.Tensor, device) -> torch.Tensor:
@@ -238,7 +261,8 @@ class Dispatched(TorchDispatchMode):
 def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
     """Whether the pair's own operators took the case. AssertionError, saying what it is, where ModelNew is wrong."""
     r = random.Random(f"{stem} {seed} {index}")
-    init, shapes = SHAPES[problem_of(stem)](r)
+    on_hopper = stem not in PORTABLE
+    init, shapes = SHAPES[problem_of(stem)](r, on_hopper)
     dtype = r.choice([torch.float32] * 4 + DTYPES)
     recorded = r.random() < 0.25
     unequal = recorded or dtype is torch.float64
@@ -256,7 +280,10 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
         for one, other, kind in zip(model.parameters(), new.parameters(), changed):
             if kind is not None:
                 one.data = other.data = r.choice([placed, lambda t, r: t])(drawn(kind, one, r), r)
-        return [laid(drawn(kind, t, r), layouts, r) if t.is_floating_point() else t for kind, t in zip(kinds, inputs)]
+        often = 16 if on_hopper else 4
+        return [
+            laid(drawn(kind, t, r), layouts, r, often) if t.is_floating_point() else t for kind, t in zip(kinds, inputs)
+        ]
 
     @torch.no_grad()
     def on_device(module, inputs) -> torch.Tensor:
