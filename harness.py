@@ -63,10 +63,10 @@ from pathlib import Path
 import torch
 
 from judge import bench, check, gates, record, roofline, show, source
-from judge.answers import bytes_of, tensors_of
+from judge.answers import bytes_of
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
-from judge.worker import COMPILE_MODES, Rejected, Worker
+from judge.worker import COMPILE_MODES, Rejected, Worker, as_rejected
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT, CRASHED = 0, 1, 3, 4  # 2, usage, is argparse's
@@ -142,38 +142,36 @@ class Judge:
             shapes = options.sweep and problem.sweep or [problem.on_cpu if options.device == "cpu" else {}]
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants
-            fresh = lambda: [Result(direction, *what) for direction in options.directions]  # noqa: E731
-            runs, batch = fresh(), options.batch
-            while not self._judge(pair, runs, texts, batch):  # for want of memory
-                batch, runs = runs[0].batch // 2, fresh()
+            runs, batch = [], options.batch
+            while not runs:
+                runs, batch = self._judge(pair, what, texts, batch)
             for run in runs:
                 run.notes += notes
                 yield run
 
-    def _judge(self, pair: Pair, runs: list[Result], texts: dict[Path, str], batch: int | None) -> bool:
-        """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured.
-
-        False where the GPU's memory is too small for all contenders at this batch.
-        """
-        first = runs[0]
+    def _judge(self, pair: Pair, what: tuple, texts: dict, batch: int | None) -> tuple[list[Result], int | None]:
+        """A record for each direction; none, and a smaller batch, where the GPU's memory is too small for this one."""
+        runs = [Result(direction, *what) for direction in self.options.directions]
         try:
-            with check.of_the_model(first.precision):
-                problem = Problem(pair.model_path, first.constants, texts.get(pair.model_path))
-            case = self._case(pair, problem, first, texts, batch)
-            shapes = [list(x.shape) for x in tensors_of(case.inputs(0))]
+            case = self._case(pair, runs[0], texts, batch)
         except Rejected as error:
             for run in runs:
                 run.reject(error)
-            return True
+            return runs, batch
         if batch != self.options.batch:
             case.notes.append(f"batch {batch}: at a larger one all contenders' answers do not fit the GPU's memory")
-        seconds, enough = self._stages(case, pair, runs)
+        try:
+            seconds = self._stages(case, pair, runs)
+        except torch.OutOfMemoryError:
+            return [], case.batch // 2
         for run in runs:
-            run.batch, run.shapes, run.import_seconds = case.batch, shapes, seconds
+            run.batch, run.shapes, run.import_seconds = case.batch, case.shapes, seconds
             run.notes += dict.fromkeys(case.notes)  # each once
-        return enough
+        return runs, batch
 
-    def _case(self, pair: Pair, problem: Problem, run: Result, texts: dict, batch: int | None) -> check.Case:
+    def _case(self, pair: Pair, run: Result, texts: dict, batch: int | None) -> check.Case:
+        with check.of_the_model(run.precision):
+            problem = Problem(pair.model_path, run.constants, texts.get(pair.model_path))
         chosen = problem.batch and (batch or problem.batch)  # None where a file does not let it be chosen
         if chosen and run.device == "cpu" and not (batch or run.constants):
             with check.of_the_model():
@@ -190,9 +188,12 @@ class Judge:
             case.notes.append(f"{said}; a dict `on_cpu` in the Model's file chooses other sizes")
         return case
 
-    def _stages(self, case: check.Case, pair: Pair, runs: list[Result]) -> tuple[float | None, bool]:
+    def _stages(self, case: check.Case, pair: Pair, runs: list[Result]) -> float | None:
         """Direction by direction the checks and the timing, and then what is asked after the timing. What builds upon a
-        wrong direction is wrong, too. The seconds of the import; whether there was enough memory."""
+        wrong direction is wrong, too, and the speed of what is wrong is not measured. The seconds of the import.
+
+        Raises torch.OutOfMemoryError where a smaller batch may fit.
+        """
         directions, seconds = self.options.directions, None
         measure = self._profile if self.options.profile else self._time
         stages = [(direction, runs[i:], False) for i, direction in enumerate(directions)]
@@ -213,16 +214,15 @@ class Judge:
                 if not after:
                     measure(case, pair, at_stake[0])
             except (Rejected, torch.OutOfMemoryError) as raised:
-                error = raised if isinstance(raised, Rejected) else Rejected("too little memory", kind="memory")
+                error = as_rejected(raised)
                 if error.kind == "memory" and case.device == "cuda" and (case.batch or 0) > 1:
-                    runs[0].batch = case.batch
-                    return seconds, False
+                    raise torch.OutOfMemoryError from None
                 for run in at_stake:
                     run.reject(error)
             case.listen()
             for run in at_stake:
                 run.lack(case.no_dropin, self.options.require)
-        return seconds, True
+        return seconds
 
     def _worker(self, role: str) -> Worker:
         """Starts the contender's process anew; one that compiles is kept while it lives.

@@ -23,11 +23,11 @@ from judge import gates, switches
 from judge.answers import RANDOM, REUSED, Answer, How, Names, Request, answers_of, bytes_of, same_bits, tensors_of
 from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
-from judge.worker import GARBLED, Rejected, Worker, settle, shared, state_of
+from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of
 
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
-LARGE_BYTES = 2 << 30  # an answer beyond which no request is put that takes many of them at once
+LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no larger inputs and answer
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -67,7 +67,8 @@ class Case:
     fits: bool = False  # the candidate's state_dict has the Model's names and no others, and is made with its values
     graphs: bool = False  # the candidate captures CUDA graphs
     constant: bool = False  # the Model's answer is the same whatever it is given
-    is_large: bool = False  # a few of its inputs and answers fill a GPU's memory
+    shapes: list[list[int]] = field(default_factory=list)  # of the inputs
+    few: int | None = None  # the batch of all requests but the gates'
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
@@ -256,18 +257,25 @@ def some(names) -> str:
 
 def comparable(case: Case) -> None:
     """Raises Rejected if the Model's answers are no measure of the candidate's."""
-    coarsest = gates.Coarsest()
+    inputs, coarsest = case.inputs(0), gates.Coarsest()
+    case.shapes = [list(x.shape) for x in tensors_of(inputs)]
     with of_the_model(case.precision):
-        first = answers_of(case.model, [case.inputs(0)], Request(""))[0]
+        (first,) = answers_of(case.model, [inputs], Request(""))
         with coarsest:
-            again = answers_of(case.model, [case.inputs(0)], Request(""))[0]
-        other = answers_of(case.model, [case.inputs(1)], Request(""))[0]
+            (again,) = answers_of(case.model, [case.inputs(0)], Request(""))
+        (other,) = answers_of(case.model, [case.inputs(1)], Request(""))
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
     case.constant = all(same_bits(x, y) for x, y in pairs)
-    case.is_large = bytes_of(first.leaves) > LARGE_BYTES
-    few = case.batch and min(case.batch, 4)
-    case.inputs_are = inputs_of([case.inputs(700 + i, few) for i in range(3)])
+    case.few = case.batch
+    if case.device == "cuda" and case.batch:
+        share = bytes_of([inputs, first.leaves]) / torch.cuda.mem_get_info()[1]
+        while case.few > 1 and share * case.few / case.batch > LARGE_SHARE:
+            case.few //= 2
+    if case.few != case.batch:
+        case.notes.append(f"asked at batch {case.few}, since several answers must fit the memory: all but the gates")
+    least = case.batch and min(case.batch, 4)
+    case.inputs_are = inputs_of([case.inputs(700 + i, least) for i in range(3)])
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
             raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
@@ -280,10 +288,10 @@ def check(case: Case, direction: str, after: bool = False) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
     if not after:
         seeds(case, direction)
-    asked = requests_after(case.device, case.batch, direction) if after else REQUESTS.get(direction, [])
+    asked = requests_after(case.device, case.few, direction) if after else REQUESTS.get(direction, [])
     for seed, request in enumerate(asked, 20):
         case.tell(f"checking {direction}: {request.when}")
-        ask(case, replace(request, seed=seed))
+        ask(case, replace(request, seed=seed, batch=case.few if request.batch is None else request.batch))
 
 
 def over_limit(case: Case) -> list[str]:
@@ -351,16 +359,13 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     if case.graphs and request.how & (How.MOVED | How.THREADS):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
-    asks_for_many = request.how & (How.THREADS | How.REPEATED) or (request.batch or 0) > 2 * (case.batch or 0)
-    if case.is_large and asks_for_many:
-        return
     errors = {name: each for name, each in case.errors.items()}
     try:
         put(case, request, must)
         if request.mode == "train" and (wrong := over_limit(case)):
             reject(request, wrong)
     except (Rejected, torch.OutOfMemoryError) as raised:
-        error = raised if isinstance(raised, Rejected) else Rejected(last_line(raised), kind="memory")
+        error = as_rejected(raised)
         if error.kind == "raised" and request.refusal == "no drop-in":
             case.lacks(f"refuses {request.when}: {error}")
         elif error.kind in ("raised", "crashed"):

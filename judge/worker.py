@@ -91,6 +91,12 @@ class Rejected(Exception):
         self.kind = kind
 
 
+def as_rejected(raised: Rejected | torch.OutOfMemoryError) -> Rejected:
+    """Without its traceback: whoever keeps it in a variable would keep gigabytes of its functions' tensors, too."""
+    raised = raised.with_traceback(None)
+    return raised if isinstance(raised, Rejected) else Rejected(last_line(raised), kind="memory")
+
+
 def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch.Tensor:
     """A copy in a storage that new(nbytes) makes, with the same shape, strides and storage offset."""
     nbytes = x.untyped_storage().nbytes()
