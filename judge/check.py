@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from judge import gates, switches
-from judge.answers import RANDOM, REUSED, Answer, How, Names, Request, answers_of, bytes_of, same_bits, tensors_of
+from judge.answers import RANDOM, REUSED, Answer, How, Own, Request, answers_of, bytes_of, same_bits, tensors_of
 from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of
@@ -63,7 +63,7 @@ class Case:
     model: torch.nn.Module | None = None
     initial: dict[str, torch.Tensor] = field(default_factory=dict)  # its state when it was made
     made_from: int = 0  # the seed of its weights
-    own: dict[str, str] | None = None  # the candidate's name of each tensor (`Names`); {}: made from the same seed
+    own: Own = None  # the candidate's name of each of the Model's tensors; {}: made from the same seed
     fits: bool = False  # the candidate's state_dict has the Model's names and no others, and is made with its values
     graphs: bool = False  # the candidate captures CUDA graphs
     constant: bool = False  # the Model's answer is the same whatever it is given
@@ -112,14 +112,15 @@ class Case:
             self.texts[path] = path.read_text()
         problem = self.problem.path, self.problem.constants, self.problem.text
         made = {"level": self.precision, "dtype": self.dtype, "seed": self.made_from, "examine": examine}
-        reply = worker.ask("load", path=path, text=self.texts[path], problem=problem, **made)
-        if new_path and not examine:
-            worker.ask("called", own=self.own)
-        return reply
+        return worker.ask("load", path=path, text=self.texts[path], problem=problem, **made)
+
+    def call(self, role: str, request: Request, states: list, sets: list, places: list) -> dict:
+        own = self.own if role == "new" else None
+        return self.workers[role].ask("call", request=request, own=own, states=states, sets=sets, answers=places)
 
     def answers(self, model: torch.nn.Module, sets: list, request: Request) -> list[Answer]:
         """A Model's; without its weights' gradients and its state, where the candidate's could not be matched."""
-        return answers_of(model, sets, request, Names({} if self.own == {} else None))
+        return answers_of(model, sets, request, {} if self.own == {} else None)
 
     def drop(self, name: str, failed: Rejected) -> None:
         """A baseline that fails leaves, with a note. Without eager or the candidate there is nothing to judge."""
@@ -143,8 +144,9 @@ class Case:
     def plain(self, model: torch.nn.Module, inputs: list, request: Request, dtype: torch.dtype | None = None) -> dict:
         """What a copy of the Model, in this dtype, answers to a single call, by name."""
         with switches.kept(self.precision):
-            model = cast(copy.deepcopy(model), dtype or self.dtype).train(request.mode == "train")
-            return self.answers(model, [inputs], replace(request, order=(0,), how=How.PLAINLY))[0].leaves
+            model = cast(copy.deepcopy(model), dtype or self.dtype).train(How.TRAIN in request.how)
+            request = replace(request, order=(0,), how=request.how & ~How.POISONED)
+            return self.answers(model, [inputs], request)[0].leaves
 
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
@@ -191,20 +193,13 @@ def start(case: Case, new_path: Path) -> float:
     comparable(case)
     worker = case.workers["new"]
     reply = case.load(worker, new_path, examine=True)
-    try:
-        theirs = {name: rest for name, *rest in state_of(case.model)}
-        mine = {str(name): [str(each) for each in rest] for name, *rest in reply["state"]}
-        if any(len(rest) != 3 for rest in mine.values()):
-            raise ValueError
-    except (ValueError, TypeError, KeyError):
-        raise Rejected(GARBLED) from None
+    theirs, mine = ({name: rest for name, *rest in state} for state in (state_of(case.model), reply["state"]))
     for each in reply["lacks"]:
         if not model_lacks(case.model):
-            case.lacks(str(each))
+            case.lacks(each)
     if reply["class"] != "ModelNew":
         case.notes.append("it has no ModelNew; its class Model was taken")
     case.own = matched(case, theirs, mine)
-    worker.ask("called", own=case.own)
     return reply["seconds"]
 
 
@@ -217,8 +212,8 @@ def model_lacks(model: torch.nn.Module) -> bool:
     return False
 
 
-def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> dict[str, str] | None:
-    """The candidate's names of the Model's tensors, as `Names` has them. What differs is no drop-in."""
+def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> Own:
+    """The candidate's names of the Model's tensors. What differs is no drop-in."""
     fit = all(name in mine and mine[name][0] == form for name, (form, _, _) in theirs.items())
     if fit:
         extra = [name for name in mine if name not in theirs]
@@ -312,7 +307,6 @@ def seeds(case: Case, direction: str) -> None:
         if not case.own or case.fits and not refuses or not case.workers["new"].alive():
             raise
         own, case.own = case.own, {}
-        case.workers["new"].ask("called", own={})
         try:
             both_gates(case, direction)
         except Rejected:
@@ -335,7 +329,7 @@ def both_gates(case: Case, direction: str) -> None:
                 case.model.load_state_dict(case.initial)
                 perturb(case.model, case.seed + seed)
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
-            plain = Request(f"asked with seed {seed}", direction, seed, gates=2, how=loaded)
+            plain = Request(f"asked with seed {seed}", direction, seed, loaded, both_gates=True)
             try:
                 ask(case, replace(plain, when=f"from memory full of NaN, seed {seed}", how=How.POISONED | loaded))
             except Rejected as poisoned:
@@ -353,7 +347,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
-    must = request.gates == 2 and request.mode != "train"
+    must = request.both_gates and How.TRAIN not in request.how
     if How.THREADS in request.how and any(REUSED in why for why in case.no_dropin):
         return
     if case.graphs and request.how & (How.MOVED | How.THREADS):
@@ -362,11 +356,11 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     errors = {name: each for name, each in case.errors.items()}
     try:
         put(case, request, must)
-        if request.mode == "train" and (wrong := over_limit(case)):
+        if How.TRAIN in request.how and (wrong := over_limit(case)):
             reject(request, wrong)
     except (Rejected, torch.OutOfMemoryError) as raised:
         error = as_rejected(raised)
-        if error.kind == "raised" and request.refusal == "no drop-in":
+        if error.kind == "raised" and request.may_refuse:
             case.lacks(f"refuses {request.when}: {error}")
         elif error.kind in ("raised", "crashed"):
             reject(request, [*error.args], error.kind)
@@ -374,20 +368,20 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
             case.notes.append(f"not asked for want of memory: {request.when}")
         elif error.kind == "uncertain" and draws > 1:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
-        elif error.kind in ("wrong", "uncertain") and request.mode == "train" and as_in_eval(case, request):
+        elif error.kind in ("wrong", "uncertain") and How.TRAIN in request.how and as_in_eval(case, request):
             case.lacks("has no training mode: it answers as in eval mode")
-        elif error.kind in ("wrong", "uncertain") and request.values == "no drop-in":
+        elif error.kind in ("wrong", "uncertain") and request.may_differ:
             case.lacks(str(error.args[0]))
         else:
             raise error from raised
-    if request.mode == "train":
+    if How.TRAIN in request.how:
         case.errors = errors
     settle(case.device)
 
 
 def as_in_eval(case: Case, request: Request) -> bool:
     try:
-        put(case, replace(request, mode="eval", gates=1, how=request.how | How.TRAINING), False)
+        put(case, replace(request, both_gates=False, how=request.how & ~How.TRAIN | How.IGNORED), False)
     except Rejected:
         return False
     return True
@@ -414,12 +408,12 @@ def put(case: Case, request: Request, must: bool) -> None:
     given = case.share(sets)
     if How.CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
         try:
-            question(case, "eager", request, [case.state(model)] * 2, given, [[]])
+            case.call("eager", request, [case.state(model)] * 2, given, [[]])
         except Rejected:
             return
     try:  # a copy: a call may change what the module holds, as running means
         with request.memory(case.device), of_the_model(case.precision):
-            expected = case.answers(copy.deepcopy(model).train(request.mode == "train"), sets, request)
+            expected = case.answers(copy.deepcopy(model).train(How.TRAIN in request.how), sets, request)
     except Rejected as error:
         if must or error.kind == "memory":
             raise
@@ -434,18 +428,20 @@ def put(case: Case, request: Request, must: bool) -> None:
         perturb(other, request.seed + 1)
         states[1] = case.state(other)
     settle(case.device)
-    reply = question(case, "new", replace(request, change=None, weights=None), states, given, places)
+    reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
+    if len(reply["forms"]) != len(places):
+        raise Rejected(GARBLED)
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
     for known in (RANDOM, REUSED):
         for what in [what for what in wrong if what.startswith(known)]:
             case.lacks(what)
             wrong.remove(what)
-    if request.mode == "train" and RANDOM in expected[0].did and RANDOM not in reply["did"]:
+    if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["tree"] != expected[0].tree:
         wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
     reject(request, wrong)
-    case.graphs |= reply.get("graphs") is True
+    case.graphs |= reply["graphs"]
     if REUSED in reply["did"] and REUSED not in expected[0].did and How.CLONED not in request.how:
         return put(case, replace(request, how=request.how | How.CLONED), must)
 
@@ -453,18 +449,6 @@ def put(case: Case, request: Request, must: bool) -> None:
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
     if len(request.order) > 2 and not expected[0].did and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
-
-
-def question(case: Case, role: str, request: Request, states: list, given: list, places: list) -> dict:
-    """The reply of a process, of the form that it must have."""
-    reply = case.workers[role].ask("call", request=request, states=states, sets=given, answers=places)
-    try:
-        texts = [*reply["did"], reply["tree"], *(form for forms in reply["forms"] for form in forms)]
-        if not all(isinstance(text, str) for text in texts) or len(reply["forms"]) < len(places):
-            raise TypeError
-    except (KeyError, TypeError):
-        raise Rejected(GARBLED) from None
-    return reply
 
 
 def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
@@ -494,19 +478,19 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(gates.as_numbers, (new, eager)))
         if not gates.are_close(new, eager, tolerance, scale):
             new = torch.where(unclear()[name], eager, new) if name in unclear() else new
-        elif request.gates == 1:
+        elif not request.both_gates:
             continue
         right = exact() if inexact else None
         found = gates.compare(new, eager, right and right[name], tolerance, scale)
-        if request.gates == 2 and inexact and (right or case.dtype == torch.float64):
+        if request.both_gates and inexact and (right or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, gates.Errors()) + found
         if not found.far:
             continue
         if right and (gates.as_numbers(new).isnan() == gates.as_numbers(eager).isnan()).all():
             close = gates.are_close(new, right[name], tolerance, gates.scale_of(name, right[name]))
-            if close or (request.gates == 1 and not [*found.over_limit(case.eps)]):
+            if close or (not request.both_gates and not [*found.over_limit(case.eps)]):
                 continue  # the Model is far off itself
-            uncertain += request.gates == 1
+            uncertain += not request.both_gates
         allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
         place, mine, theirs = found.worst_of(new, eager)
         said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
@@ -523,7 +507,7 @@ def inspect_forms(case: Case, request: Request, answer: Answer, forms: list[str]
         mine, _, my_grad = mine.partition(", requires_grad ")
         theirs, _, grad = theirs.partition(", requires_grad ")
         if my_grad != grad:
-            if request.gates == 2 and request.direction != "forward" or RANDOM in answer.did:
+            if request.both_gates and request.direction != "forward" or RANDOM in answer.did:
                 wrong.append(f"{name} has requires_grad {my_grad}, the Model's {grad}")
             else:
                 case.lacks(f"{name} has requires_grad {my_grad}, the Model's {grad}")

@@ -120,8 +120,8 @@ def integers(x: torch.Tensor) -> None:
     """Stands for Inputs.other_integers."""
 
 
-LENIENT = {"values": "no drop-in", "refusal": "no drop-in"}
-MAY_REFUSE = {"refusal": "no drop-in"}
+LENIENT = {"may_differ": True, "may_refuse": True}
+MAY_REFUSE = {"may_refuse": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
 LAYOUTS = {
@@ -141,8 +141,8 @@ REQUESTS = {
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
         Request("with gradients recorded", direction="forward_recorded"),
-        Request("in inference mode", mode="inference"),
-        Request("in training mode", mode="train", gates=2, **MAY_REFUSE),
+        Request("in inference mode", how=How.INFERENCE),
+        Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("values whose mean is large", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
@@ -157,14 +157,14 @@ REQUESTS = {
     ],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
-        BOTH("a second backward pass of one graph", passes=2, **MAY_REFUSE),
+        BOTH("a second backward pass of one graph", how=How.TWICE, **MAY_REFUSE),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
-        BOTH("only the last output in the loss, every second parameter frozen", in_part=True),
-        BOTH("in training mode", mode="train", gates=2, **MAY_REFUSE),
+        BOTH("only the last output in the loss, every second parameter frozen", how=How.IN_PART),
+        BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         replace(SIGNS, direction="forward_backward"),
-        BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
-        BOTH("an incoming gradient that is a slice", incoming="sliced", **MAY_REFUSE),
+        BOTH("an incoming gradient that is expanded", how=How.EXPANDED, **MAY_REFUSE),
+        BOTH("an incoming gradient that is a slice", how=How.SLICED, **MAY_REFUSE),
     ],
 }
 

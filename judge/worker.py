@@ -50,15 +50,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.answers import (
     How,
-    Names,
+    Own,
     Request,
     answers_of,
     compared,
     form_of,
     normal_like,
+    parameters_by_name,
     places_of,
     roots_of,
     same_bits,
+    state_by_name,
     tensors_of,
     wanted_of,
 )
@@ -72,6 +74,16 @@ FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed 
 AWAKE_BYTES = 1 << 20  # on a CPU written by the contender itself, so that the threads of its pool run again
 MOST_REPEATS, REPEAT_SECONDS = 200, 0.4  # of a call that may race
 GARBLED = "wrote something of its own into the pipe of its answers"
+# The form of the reply to a command, a list being of any length: a candidate may write replies of its own.
+REPLIES = {
+    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "switched": [""]},
+    "made": {"switched": [""]},
+    "call": {"forms": [[""]], "tree": "", "did": [""], "graphs": True, "switched": [""]},
+    "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
+    "warm_up": {"switched": [""]},
+    "time": {"ms": 0.0, "forms": [""]},
+    "profile": {"table": ""},
+}
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Contenders are forked from a server that never initialises CUDA. It has loaded torch, and what autograd.grad imports
@@ -160,7 +172,7 @@ class Contender:
     def __init__(self, role: str, device: str):
         self.role, self.device, self.gpu, self.switches = role, device, device == "cuda", Switches()
         self.wait = torch.cuda.synchronize if self.gpu else lambda: None
-        self.cls, self.names, self.said = None, Names(), []
+        self.cls, self.said = None, []
         self.graphs = False  # whether a CUDA graph was captured, by whatever function of PyTorch's
         self.rest()
         begin = torch.cuda.CUDAGraph.capture_begin
@@ -235,39 +247,34 @@ class Contender:
         self.remake(seed, other=seed + 1)
         return {"switched": self.switches.put_back()}
 
-    def called(self, own: dict | None) -> None:
-        """What the judge calls this module's tensors."""
-        self.names = Names(own)
-
     def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
         self.inputs, self.answers, self.incoming, self.wanted = None, [], [], []
         self.buffer = None
 
-    def take(self, module: torch.nn.Module, state: dict, how: How = How.PLAINLY) -> None:
+    def take(self, module: torch.nn.Module, state: dict, own: Own, how: How = How.PLAINLY) -> None:
         """Gives a module weights."""
-        own = self.names.own
         if How.LOADED in how and own:
             extra = {name: x for name, x in state.items() if not isinstance(x, torch.Tensor)}
             module.load_state_dict({own[name]: x for name, x in state.items() if name in own} | extra, strict=False)
         else:
             with torch.no_grad():
-                for name, x in self.names.state(module).items():
+                for name, x in state_by_name(module, own).items():
                     x.copy_(state[name])
 
-    def call(self, request: Request, states: list, sets: list, answers: list) -> dict:
+    def call(self, request: Request, own: Own, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
         self.said = self.switches.put_back()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module = self.modules[0].train(request.mode == "train" or How.TRAINING in request.how)
+        module = self.modules[0].train(bool(request.how & (How.TRAIN | How.IGNORED)))
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip(self.modules, (states[0], states[1], states[1])):
-            self.take(instance, state, request.how)
+            self.take(instance, state, own, request.how)
         if request.how & (How.TWIN | How.MOVED):  # what is kept of this call must not serve the one that counts
             for instance in self.modules[1:] if How.TWIN in request.how else [module]:
-                answers_of(instance, self._own(sets), request, self.names)
+                answers_of(instance, self._own(sets), request, own)
                 self.said += self.switches.put_back()
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
@@ -277,11 +284,11 @@ class Contender:
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
-        stand = [(x, x.detach().clone()) for x in module.buffers()] if request.mode == "train" else []
+        stand = [(x, x.detach().clone()) for x in module.buffers()] if How.TRAIN in request.how else []
         inputs = self._own(sets)
         late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
-            found = answers_of(module, inputs, request, self.names, self._caller(module, inputs, request))
+            found = answers_of(module, inputs, request, own, self._caller(module, inputs, request))
             for answer, places in zip(found, answers):
                 self._hand_over(answer.leaves.values(), places)
         module.eval()
@@ -311,13 +318,12 @@ class Contender:
 
         return call
 
-    def ready(self, request: Request, state: dict, inputs: list, answers: list, seconds: float) -> dict:
+    def ready(self, request: Request, own: Own, state: dict, inputs: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
-        if self.names.own is None or self.names.own:
-            self.take(self.modules[0], state)
+        self.take(self.modules[0], state, own)
         self.request, self.answers, self.inputs = request, answers, inputs  # the judge's memory itself
-        self.wanted = list(wanted_of(self.names.parameters(self.modules[0]), inputs, request).values())
+        self.wanted = list(wanted_of(parameters_by_name(self.modules[0], own), inputs, request).values())
         if request.direction == "forward_backward" and self.wanted:
             self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*inputs))]
         nbytes = FLUSH_BYTES["cuda"] if self.gpu else AWAKE_BYTES
@@ -372,7 +378,7 @@ class Contender:
         On a GPU all is queued behind the flush. On a CPU the judge has flushed the cache.
         """
         self.said += self.switches.put_back()
-        if self.request.seeded:
+        if How.SEEDED in self.request.how:
             reseed(self.request.seed)
         if not self.gpu:
             self.buffer.zero_()
@@ -525,6 +531,16 @@ def serve(role: str, device: str, pipe) -> None:
             pipe.send_bytes(json.dumps(reply).encode())
 
 
+def has_form(reply: object, form: object) -> bool:
+    if isinstance(form, dict):
+        return isinstance(reply, dict) and all(has_form(reply.get(name), each) for name, each in form.items())
+    if isinstance(form, list):
+        return isinstance(reply, list) and all(has_form(each, form[0]) for each in reply)
+    if isinstance(form, tuple):
+        return isinstance(reply, list) and len(reply) == len(form) and all(map(has_form, reply, form))
+    return type(reply) is type(form)
+
+
 def processes() -> dict[int, tuple[int, int]]:
     """Of each that has not ended its parent and its group."""
     found = {}
@@ -569,10 +585,11 @@ class Worker:
                 raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
             if self._pipe not in ready:  # nor will it close while a process that was forked has it open
                 raise EOFError
-            reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
+            reply = json.loads(self._pipe.recv_bytes(1 << 24))
             self.answered = perf_counter()
-            "".join(reply.get("wrong", []))  # a TypeError unless all are strings
-            self.told += [text + "" for text in reply.get("switched", [])]
+            if not any(has_form(reply, form) for form in ({"kind": "", "wrong": [""]}, REPLIES.get(command, {}))):
+                raise ValueError
+            self.told += reply.get("switched", [])
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
             code = self._process.exitcode
@@ -580,14 +597,14 @@ class Worker:
             ending = f"by signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else f"with exit code {code}"
             ending = "closed the pipe of its answers" if code is None else f"ended its process {ending}"
             raise Rejected(f"{ending}, and gave no answer to '{command}'") from error
-        except (OSError, ValueError, TypeError, RecursionError):  # longer than a reply may be, or not of its form
+        except (OSError, ValueError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
             raise Rejected(GARBLED) from None
         self._signal(signal.SIGSTOP)
         if command in IN_A_TURN:  # the judge is about to write inputs
             self._wait_until_stopped()
         if "kind" in reply:
-            raise Rejected(*reply.get("wrong", []), kind=str(reply["kind"]))
+            raise Rejected(*reply["wrong"], kind=reply["kind"])
         return reply
 
     def has_ipc(self) -> bool:
