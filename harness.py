@@ -66,13 +66,13 @@ from judge import bench, check, gates, record, roofline, show, source
 from judge.answers import bytes_of
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
-from judge.worker import COMPILE_MODES, Rejected, Worker, as_rejected
+from judge.worker import Rejected, Worker, as_rejected
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT, CRASHED = 0, 1, 3, 4  # 2, usage, is argparse's
 CPU_BYTES = 32 << 20  # of the inputs, where the Model's file does not say what a CPU should take
 Names = tuple[str, ...]
-BASELINES = ("eager", *COMPILE_MODES)
+BASELINES = ("eager", "compile")
 REQUIRED = (record.RIGHT, record.DROP_IN)
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
 
@@ -94,7 +94,7 @@ class Options:
     device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
     dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
-    baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
+    baselines: Names = option(BASELINES, f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
     batch: int | None = option(None, "default: the file's batch_size; on a CPU on_cpu's, or a smaller one", type=int)
     require: str = option("right", "right or drop-in; default: drop-in, but right for two files", choices=REQUIRED)
@@ -122,8 +122,8 @@ class Judge:
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
-        for role in COMPILE_MODES.keys() & {*self.baselines}:  # they begin to load the compiler
-            self._worker(role)
+        if "compile" in self.baselines:  # it begins to load the compiler
+            self._worker("compile")
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class Judge:
         What a process has done before, checks for example, was seen to add a microsecond to each kernel behind a
         flush. Loading a compiler takes seconds.
         """
-        if role in self.workers and not (role in COMPILE_MODES and self.workers[role].alive()):
+        if role in self.workers and not (role == "compile" and self.workers[role].alive()):
             self.workers.pop(role).kill()
         if role not in self.workers:
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from judge import gates, switches
 from judge.answers import RANDOM, REUSED, Answer, How, Own, Request, answers_of, bytes_of, same_bits, tensors_of
-from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, requests_after
+from judge.requests import LAYOUTS, REQUESTS, Inputs, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of
 
@@ -194,22 +194,15 @@ def start(case: Case, new_path: Path) -> float:
     worker = case.workers["new"]
     reply = case.load(worker, new_path, examine=True)
     theirs, mine = ({name: rest for name, *rest in state} for state in (state_of(case.model), reply["state"]))
-    for each in reply["lacks"]:
-        if not model_lacks(case.model):
+    with contextlib.suppress(Exception):  # nobody need be pickled or copied where the Model cannot be
+        pickle.dumps(case.model)
+        copy.deepcopy(case.model)
+        for each in reply["lacks"]:
             case.lacks(each)
     if reply["class"] != "ModelNew":
         case.notes.append("it has no ModelNew; its class Model was taken")
     case.own = matched(case, theirs, mine)
     return reply["seconds"]
-
-
-def model_lacks(model: torch.nn.Module) -> bool:
-    try:
-        pickle.dumps(model)
-        copy.deepcopy(model)
-    except Exception:
-        return True
-    return False
 
 
 def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> Own:
@@ -231,12 +224,10 @@ def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> Own:
     own, left = {}, dict(mine)
     for name, (form, bits, kind) in theirs.items():
         alike = [each for each, rest in left.items() if rest[:2] == [form, bits]]
-        best = sorted(
-            alike, key=lambda each: (each != name, each.split(".")[-1] != name.split(".")[-1], mine[each][2] != kind)
-        )
-        if best:
-            own[name] = best[0]
-            del left[best[0]]
+        apart = lambda each: (each != name, each.split(".")[-1] != name.split(".")[-1], mine[each][2] != kind)  # noqa: E731
+        if alike:
+            own[name] = min(alike, key=apart)
+            del left[own[name]]
     names = f"its parameters are named {some(mine)}, the Model's {some(theirs)}" if mine else "it has no parameters"
     if len(own) == len(theirs):
         case.lacks(names)
@@ -270,7 +261,8 @@ def comparable(case: Case) -> None:
     if case.few != case.batch:
         case.notes.append(f"asked at batch {case.few}, since several answers must fit the memory: all but the gates")
     least = case.batch and min(case.batch, 4)
-    case.inputs_are = inputs_of([case.inputs(700 + i, least) for i in range(3)])
+    draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
+    case.inputs_are = [Inputs(each) for each in zip(*draws)]
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
             raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
@@ -353,7 +345,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     if case.graphs and request.how & (How.MOVED | How.THREADS):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
-    errors = {name: each for name, each in case.errors.items()}
+    errors = dict(case.errors)
     try:
         put(case, request, must)
         if How.TRAIN in request.how and (wrong := over_limit(case)):

@@ -14,10 +14,10 @@ from math import inf, nan
 
 import torch
 
-from judge.answers import How, Request, tensors_of
+from judge.answers import How, Request
 
 secret = random.SystemRandom()  # numbers that no candidate foresees
-LOOKED_AT = 1 << 22  # elements of an input
+LOOKED_AT = 1 << 22  # elements of an input, to see what it is
 FEW = 8  # values: of more a request makes others
 
 
@@ -25,6 +25,7 @@ class Inputs:
     """What an input, a tensor, is in all of some draws."""
 
     def __init__(self, draws: list[torch.Tensor]):
+        draws = [part(x) for x in draws]
         first = draws[0]
         kind = first.dtype
         self.floating = first.is_floating_point() and kind.itemsize > 1
@@ -54,7 +55,7 @@ class Inputs:
 
     def changed(self, x: torch.Tensor, change: Callable) -> bool:
         """Changes it in place, as far as it stays what it is; whether it is another now."""
-        if change is integers:
+        if change is Inputs.other_integers:
             return self.other_integers(x)
         if not self.floating or self.few or not x.numel():
             return False
@@ -92,6 +93,11 @@ class Inputs:
         return not torch.equal(before, x)
 
 
+def part(x: torch.Tensor) -> torch.Tensor:
+    """Of a large tensor the first rows."""
+    return x[: max(1, LOOKED_AT * len(x) // x.numel())] if x.dim() and x.numel() > LOOKED_AT else x
+
+
 def signs(model: torch.nn.Module) -> None:
     """About half of the parameters' values get the other sign; buffers, a variance say, keep theirs."""
     for parameter in model.parameters():
@@ -114,10 +120,6 @@ def shiftable(x: torch.Tensor) -> torch.Tensor:
 def fill_two(x: torch.Tensor, value: float) -> None:
     for thirds, each in ((1, value), (2, -value)):
         x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
-
-
-def integers(x: torch.Tensor) -> None:
-    """Stands for Inputs.other_integers."""
 
 
 LENIENT = {"may_differ": True, "may_refuse": True}
@@ -149,7 +151,7 @@ REQUESTS = {
         FINITE("values far below 0", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
-        FINITE("other integers and masks", change=integers),
+        FINITE("other integers and masks", change=Inputs.other_integers),
         Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
         Request(
             "infinities of both signs in each input", change=partial(fill_two, value=inf), any_infinite=True, **LENIENT
@@ -184,14 +186,3 @@ def requests_after(device: str, batch: int | None, direction: str) -> Iterator[R
             yield of(f"batch {other}", batch=other, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
         yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)
-
-
-def part(x: torch.Tensor) -> torch.Tensor:
-    """Of a large tensor the first rows, which are looked at."""
-    rows = max(1, LOOKED_AT * len(x) // x.numel()) if x.dim() and x.numel() > LOOKED_AT else None
-    return x[:rows]
-
-
-def inputs_of(draws: list) -> list[Inputs]:
-    """Of several draws of a Model's inputs what each tensor is."""
-    return [Inputs([part(x) if x.dim() else x for x in each]) for each in zip(*map(tensors_of, draws))]

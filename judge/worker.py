@@ -69,7 +69,6 @@ from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line,
 from judge.switches import Switches
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
-COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}  # a graph's inputs must not move
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 AWAKE_BYTES = 1 << 20  # on a CPU written by the contender itself, so that the threads of its pool run again
 MOST_REPEATS, REPEAT_SECONDS = 200, 0.4  # of a call that may race
@@ -182,22 +181,18 @@ class Contender:
             return begin(*arguments, **options)
 
         torch.cuda.CUDAGraph.capture_begin = capture_begin
-        if role in COMPILE_MODES:
+        if role == "compile":
             importlib.import_module("torch._inductor.compile_fx")  # while the judge does other things
 
     def load(self, path: Path, text: str, problem: tuple, level: str, dtype, seed: int, examine: bool) -> dict:
         """Imports a contender's file, which builds it if need be; makes two instances of its module."""
         self.rest()
         set_precision(level)
-        self.switches, self.modules, begin = Switches(), [], perf_counter()
-        if self.role == "new":
-            module = load(path, text)
-            seconds = perf_counter() - begin
-            self.problem = Problem(*problem)
-            vars(module).update(self.problem.constants)
-        else:
-            self.problem = Problem(*problem)
-            module, seconds = self.problem.module, 0.0
+        self.switches = Switches()
+        self.problem, begin = Problem(*problem), perf_counter()
+        module = load(path, text) if self.role == "new" else self.problem.module
+        seconds = perf_counter() - begin
+        vars(module).update(self.problem.constants)
         said = self.switches.put_back()
         name = "ModelNew" if self.role == "new" else "Model"
         if not hasattr(module, name) and isinstance(getattr(module, "Model", None), type):
@@ -207,8 +202,8 @@ class Contender:
             torch._dynamo.reset()
         lacks = self.remake(seed, examine)
         self.timed = self.modules[0]
-        if self.role in COMPILE_MODES:
-            self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
+        if self.role == "compile":
+            self.timed = torch.compile(self.timed, dynamic=False)
         said += self.switches.put_back()
         state = [*state_of(self.modules[0])]
         return {"seconds": seconds, "state": state, "class": name, "lacks": lacks, "switched": said}
@@ -218,7 +213,7 @@ class Contender:
 
         With `other` the second is made from another seed.
         """
-        lacks = []
+        lacks, copies = [], []
         make = lambda seed: cast(self.problem.make(self.cls, seed), self.dtype, self.device)  # noqa: E731
         made = make(seed if other is None else other)
         if examine:
@@ -226,7 +221,6 @@ class Contender:
                 pickle.dumps(made)
             except Exception as error:
                 lacks.append(f"cannot be pickled: {last_line(error)}")
-        self.modules = [None, made]
         if is_compiled(made):
             lacks.append(
                 "keeps a function of torch.compile: a copy.deepcopy of it computes with the original's weights"
@@ -234,12 +228,11 @@ class Contender:
         elif other is None:
             try:
                 with torch.no_grad():
-                    self.modules = [copy.deepcopy(made), made, copy.deepcopy(made)]
+                    copies = [copy.deepcopy(made), copy.deepcopy(made)]
             except Exception as error:
                 lacks.append(f"copy.deepcopy does not copy it: {last_line(error)}")
-        if self.modules[0] is None:
-            self.modules[0] = make(seed)
-        self.timed = self.modules[0]
+        first, *last = copies or [make(seed)]
+        self.modules = [first, made, *last]
         return lacks
 
     def made(self, seed: int) -> dict:
@@ -433,11 +426,9 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
 
     `at_once`: the sets are asked for at the same time, each by a thread of its own.
     """
+    own = partial(tree_map_only, torch.Tensor, torch.clone)
     with torch.no_grad():
-        first = [
-            tree_map_only(torch.Tensor, torch.clone, call(*tree_map_only(torch.Tensor, torch.clone, inputs)))
-            for inputs in sets
-        ]
+        first = [own(call(*own(inputs))) for inputs in sets]
     found, most = list(first), [0.0] * len(sets)
     start = threading.Barrier(len(sets))
 
@@ -445,11 +436,12 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
         switches.put_back()  # some are a thread's own; they are told when the next request begins
         with torch.no_grad():
             start.wait()
-            now = call(*tree_map_only(torch.Tensor, torch.clone, sets[i]))
-            pairs = zip(dense(now), dense(first[i]))
-            apart = max((furthest(a, b) for a, b in pairs if a.shape == b.shape and not same_bits(a, b)), default=0.0)
-        if apart > most[i]:
-            found[i], most[i] = now, apart
+            now = call(*own(sets[i]))
+        for a, b in zip(dense(now), dense(first[i])):
+            pairs = chunks(a, b) if a.shape == b.shape and not same_bits(a, b) else []
+            apart = max((float(distance(x.double(), y.double()).max()) for x, y in pairs), default=0.0)
+            if apart > most[i]:
+                found[i], most[i] = now, apart
 
     begin = perf_counter()
     with ThreadPoolExecutor(len(sets)) as pool:
@@ -465,10 +457,6 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
 
 def dense(tree) -> list[torch.Tensor]:
     return [x for x in tree_leaves(tree) if type(x) is torch.Tensor and x.layout == torch.strided]
-
-
-def furthest(left: torch.Tensor, right: torch.Tensor) -> float:
-    return max((float(distance(a.double(), b.double()).max()) for a, b in chunks(left, right)), default=0.0)
 
 
 def captured(module, *inputs):
