@@ -38,7 +38,9 @@ class Inputs:
         ends = draws[0].dim() and draws[0].shape[-1] > 1 if draws else False
         self.equal = every(lambda x: x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()))
         self.whole = self.floating and not self.equal and every(lambda x: bool((x == x.round()).all()))
-        self.few = self.floating and not self.equal and every(lambda x: x.numel() > FEW and len(x.unique()) <= FEW)
+        few = lambda x: x.numel() > FEW and len(x.unique()) <= FEW  # noqa: E731
+        few_of_some = every(lambda x: few(x.reshape(-1)[: 1 << 12]))  # of all it takes a second to see
+        self.few = self.floating and not self.equal and few_of_some and every(few)
         self.sorted = not self.equal and every(lambda x: ends and bool((x.diff(dim=-1) >= 0).all()))
         self.symmetric = not self.equal and every(
             lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)
