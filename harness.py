@@ -215,7 +215,7 @@ class Judge:
                     measure(case, pair, at_stake[0])
             except (Rejected, torch.OutOfMemoryError) as raised:
                 error = as_rejected(raised)
-                if error.kind == "memory" and case.device == "cuda" and (case.batch or 0) > 1:
+                if error.kind == "memory" and case.may_be_smaller():
                     raise torch.OutOfMemoryError from None
                 for run in at_stake:
                     run.reject(error)

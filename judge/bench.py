@@ -73,17 +73,18 @@ class Ring:
     def __init__(self, case: Case, direction: str):
         self.case = case
         self.request = Request("while it was timed", direction, both_gates=True)
-        self.old = case.inputs(0)
+        old = case.inputs(0)
         with of_the_model(case.precision):
-            (expected,) = case.answers(copy.deepcopy(case.model), [self.old], self.request)
+            (expected,) = case.answers(copy.deepcopy(case.model), [old], self.request)
         if RANDOM in expected.did:
             self.request = replace(self.request, how=How.SEEDED)
         self.answers = case.room(expected)
-        nbytes = bytes_of(self.old)
+        nbytes = bytes_of(old)
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
-        self.slot = case.share(self.old)
+        self.slot = case.share(old)
         self.draws, self.fresh = [], []
-        self.keeps = nbytes <= CALLS_BYTES  # the inputs of a round; otherwise they are drawn again for each contender
+        self.keeps = nbytes <= CALLS_BYTES  # inputs of a round; otherwise they are drawn again for each contender
+        self.old = old if self.keeps else []
         most = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {name: Kept(most) for name in ("new", "eager")}
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
@@ -121,7 +122,7 @@ class Ring:
 
     def warm_up(self, name: str) -> None:
         worker = self.case.workers[name]
-        self.write(self.old if self.keeps else self.case.inputs(0))
+        self.write(self.old or self.case.inputs(0))
         try:
             worker.ask("warm_up")
         except Rejected as failed:
