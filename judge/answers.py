@@ -28,6 +28,7 @@ class How(Flag):
     PLAINLY = 0
     TRAIN = auto()  # in training mode
     INFERENCE = auto()  # in inference mode
+    POISONED = auto()  # new memory is full of NaN
     SEEDED = auto()  # the Model draws random numbers: each timed call begins with the same ones
     # How gradients are asked for.
     EXPANDED = auto()  # the incoming gradient is the same along the first dimension
@@ -38,7 +39,6 @@ class How(Flag):
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
     TWIN = auto()  # another instance, with other weights, is called first
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
-    POISONED = auto()  # new memory is full of NaN
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call
     REPEATED = auto()  # of many calls the answer that is the least like the first

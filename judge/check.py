@@ -264,7 +264,8 @@ def comparable(case: Case) -> None:
         while case.few > 1 and share * case.few / case.batch > LARGE_SHARE:
             case.few //= 2
     if case.few != case.batch:
-        case.notes.append(f"asked at batch {case.few}, since several answers must fit the memory: all but the gates")
+        why = "a request may need several answers in the GPU's memory"
+        case.notes.append(f"batch {case.few} in all but the gates and the timing: {why}")
     least = case.batch and min(case.batch, 4)
     draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
     case.inputs_are = [Inputs(each) for each in zip(*draws)]
