@@ -278,7 +278,7 @@ class Judge:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
         self._load(case, pair)
         ring = bench.Ring(case, run.direction)
-        ring.get_ready("new", 0.2)
+        ring.hand_out("new", 0.2)
         form = f"{run.dtype}_{run.precision}_{case.batch}_{run.direction}"
         path = self.options.profile.resolve() / f"{run.model.replace('/', '_')}_{form}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]

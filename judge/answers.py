@@ -93,7 +93,7 @@ class Answer(NamedTuple):
     """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
 
     leaves: dict[str, object]
-    forms: list[str]
+    forms: list[list]
     tree: str
     inputs: int  # which set of them it got
     did: list[str]  # side effects of all calls, as "writes input 0"
@@ -248,26 +248,26 @@ def roots_of(result) -> list[torch.Tensor]:
     return [x for x in tensors_of(result) if x.requires_grad]
 
 
-def form_of(leaf, output_of: Request | None = None) -> str:
-    """What is known of a value before anything touches it: a subclass may compute when more than its type is asked."""
+def form_of(leaf, output_of: Request | None = None) -> list:
+    """What a value is; of an output also the strides, where they matter, and whether it wants a gradient.
+
+    Before anything touches it: a subclass may compute when more than its type is asked.
+    """
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-        return type(leaf).__name__ + ("" if isinstance(leaf, (torch.Tensor, float)) else f" {leaf!r}")
-    form = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
-    if output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel():
-        # In a dimension of size 1 any stride is right.
-        form += f", stride {[stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())]}"
-    return form + (f", requires_grad {leaf.requires_grad}" if output_of else "")
+        return [type(leaf).__name__ + ("" if isinstance(leaf, (torch.Tensor, float)) else f" {leaf!r}"), [], ""]
+    what = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
+    matter = output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel()
+    strides = [stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())] if matter else []
+    return [what, strides, str(leaf.requires_grad) if output_of else ""]
 
 
-def places_of(forms: list[str], answers: list[torch.Tensor]) -> list[torch.Tensor]:
+def places_of(forms: list[list], answers: list[torch.Tensor]) -> list[torch.Tensor]:
     """The memory of answers, each with the strides that its form tells, if these are those of a permuted dense tensor.
 
     So nobody's answer is handed over by a copy that puts its elements in another order, which takes longer.
     """
     places = []
-    for form, answer in zip([form for form in forms if form.startswith(("Tensor of", "float"))], answers):
-        told = re.search(r", stride \[([\d, ]{1,400})\]", form)
-        strides = [int(stride) for stride in re.findall(r"\d+", told[1])] if told else []
+    for (_, strides, _), answer in zip([form for form in forms if form[0].startswith(("Tensor of", "float"))], answers):
         reach = 1
         for stride, size in sorted((stride, size) for stride, size in zip(strides, answer.shape) if size > 1):
             reach = reach * size if stride == reach else 0

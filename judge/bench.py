@@ -91,7 +91,7 @@ class Ring:
         self.state = case.state(case.model)
         settle(case.device)  # what others read is written
 
-    def get_ready(self, name: str, seconds: float) -> dict:
+    def hand_out(self, name: str, seconds: float) -> dict:
         """Gives a contender what is timed, which may make it compile."""
         own = self.case.own if name == "new" else None
         given = {"own": own, "state": self.state, "inputs": self.slot, "answers": self.answers}
@@ -202,7 +202,7 @@ def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:
     samples = Samples()
     for name in list(case.workers):
         try:
-            samples.ready[name] = ring.get_ready(name, seconds / 10)
+            samples.ready[name] = ring.hand_out(name, seconds / 10)
         except Rejected as failed:
             case.drop(name, failed)
     samples.ms, samples.beyond = ({name: [] for name in case.workers} for _ in range(2))

@@ -496,21 +496,15 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong")
 
 
-def inspect_forms(case: Case, request: Request, answer: Answer, forms: list[str]) -> None:
+def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> None:
     """Other strides are no drop-in; so are outputs that want no gradient, where gradients are not what is judged."""
     wrong = []
-    for name, mine, theirs in zip(answer.leaves, forms, answer.forms):
-        if mine == theirs:
-            continue
-        mine, _, my_grad = mine.partition(", requires_grad ")
-        theirs, _, grad = theirs.partition(", requires_grad ")
+    for name, (mine, my_strides, my_grad), (theirs, strides, grad) in zip(answer.leaves, forms, answer.forms):
         if my_grad != grad:
             if request.both_gates and request.direction != "forward" or RANDOM in answer.did:
                 wrong.append(f"{name} has requires_grad {my_grad}, the Model's {grad}")
             else:
                 case.lacks(f"{name} has requires_grad {my_grad}, the Model's {grad}")
-        mine, _, my_strides = mine.partition(", stride ")
-        theirs, _, strides = theirs.partition(", stride ")
         if mine != theirs:
             wrong.append(f"{name} is {mine}, the Model's is {theirs}")
         elif my_strides != strides and not any(why.startswith(f"{name} has the strides") for why in case.no_dropin):

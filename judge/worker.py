@@ -74,13 +74,14 @@ AWAKE_BYTES = 1 << 20  # on a CPU written by the contender itself, so that the t
 MOST_REPEATS, REPEAT_SECONDS = 200, 0.4  # of a call that may race
 GARBLED = "wrote something of its own into the pipe of its answers"
 # The form of the reply to a command, a list being of any length: a candidate may write replies of its own.
+FORM = ("", [0], "")
 REPLIES = {
     "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "switched": [""]},
     "made": {"switched": [""]},
-    "call": {"forms": [[""]], "tree": "", "did": [""], "graphs": True, "switched": [""]},
+    "call": {"forms": [[FORM]], "tree": "", "did": [""], "graphs": True, "switched": [""]},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
     "warm_up": {"switched": [""]},
-    "time": {"ms": 0.0, "forms": [""]},
+    "time": {"ms": 0.0, "forms": [FORM]},
     "profile": {"table": ""},
 }
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn

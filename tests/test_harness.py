@@ -26,6 +26,7 @@ from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
 from judge.check import perturb
 from judge.gates import CHUNK, Errors, compare
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
+from judge.worker import REPLIES, has_form
 
 ROOT = Path(harness.__file__).resolve().parent
 PLAIN = source("plain")
@@ -142,6 +143,14 @@ def test_half_a_message_is_no_hang(judge):
     half = half + " and 'socket' in os.readlink(f'/proc/self/fd/{f}')]"
     (run,) = judge("import os\n" + plain_after(half), timeout=2.0)
     assert not run.ok and "wrote something of its own into the pipe" in run.reasons[0], run
+
+
+def test_a_reply_has_the_form_of_its_command():
+    reply = {"ms": 1.0, "forms": [["Tensor", [1, 2], ""], ["int 3", [], ""]], "more": None}
+    assert has_form(reply, REPLIES["time"]) and has_form([], [""])
+    for ms, forms in ((1, []), ("1", []), (1.0, ""), (1.0, [["", [], "", ""]]), (1.0, [["", [0.5], ""]]), (1.0, [[]])):
+        assert not has_form({"ms": ms, "forms": forms}, REPLIES["time"])
+    assert not has_form({"ms": 1.0}, REPLIES["time"]) and not has_form([], REPLIES["time"])
 
 
 def test_each_direction_is_timed_in_a_new_process(judge, monkeypatch, tmp_path):
@@ -514,7 +523,7 @@ def test_a_timed_answer_is_handed_over_in_the_order_in_which_it_lies():
         (place,) = places_of([form_of(x, Request(""))], [answer])
         assert place.copy_(x).data_ptr() == answer.data_ptr() and same_bits(place, x)
         assert any(x is each for each in dense) == (place.stride() != answer.stride())
-    lies = [f"Tensor of any, stride [{strides}]" for strides in ("0, 1", "1,,9", "9" * 5000, "2, 2", "-1, 2")]
+    lies = [["Tensor of any", strides, ""] for strides in ([0, 1], [1, 9, 9], [9] * 5000, [2, 2], [-1, 2])]
     answers = [torch.zeros(2, 2) for _ in range(6)]
     assert all(place is answer for place, answer in zip(places_of(lies, answers), answers, strict=True))
 
