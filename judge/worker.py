@@ -76,11 +76,10 @@ GARBLED = "wrote something of its own into the pipe of its answers"
 # The form of the reply to a command, a list being of any length: a candidate may write replies of its own.
 FORM = ("", [0], "")
 REPLIES = {
-    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "switched": [""]},
-    "made": {"switched": [""]},
-    "call": {"forms": [[FORM]], "tree": "", "did": [""], "graphs": True, "switched": [""]},
+    "failed": {"kind": "", "wrong": [""]},
+    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""]},
+    "call": {"forms": [[FORM]], "tree": "", "did": [""], "graphs": True},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
-    "warm_up": {"switched": [""]},
     "time": {"ms": 0.0, "forms": [FORM]},
     "profile": {"table": ""},
 }
@@ -514,8 +513,9 @@ def serve(role: str, device: str, pipe) -> None:
                     settle(device)
                 except RuntimeError:  # the GPU refuses all further work: to free the judge's memory would abort
                     reply["kind"] = "crashed"
-                    pipe.send_bytes(json.dumps(reply).encode())
+                    pipe.send_bytes(json.dumps(reply | {"switched": []}).encode())
                     os._exit(1)
+            reply = {"switched": []} | reply
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             pipe.send_bytes(json.dumps(reply).encode())
 
@@ -576,9 +576,10 @@ class Worker:
                 raise EOFError
             reply = json.loads(self._pipe.recv_bytes(1 << 24))
             self.answered = perf_counter()
-            if not any(has_form(reply, form) for form in ({"kind": "", "wrong": [""]}, REPLIES.get(command, {}))):
+            failed = isinstance(reply, dict) and "kind" in reply
+            if not has_form(reply, {"switched": [""]} | REPLIES.get("failed" if failed else command, {})):
                 raise ValueError
-            self.told += reply.get("switched", [])
+            self.told += reply["switched"]
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
             code = self._process.exitcode
@@ -592,7 +593,7 @@ class Worker:
         self._signal(signal.SIGSTOP)
         if command in IN_A_TURN:  # the judge is about to write inputs
             self._wait_until_stopped()
-        if "kind" in reply:
+        if failed:
             raise Rejected(*reply["wrong"], kind=reply["kind"])
         return reply
 
