@@ -172,6 +172,7 @@ class Contender:
         self.role, self.device, self.gpu, self.switches = role, device, device == "cuda", Switches()
         self.wait = torch.cuda.synchronize if self.gpu else lambda: None
         self.cls, self.said = None, []
+        self.cycles_of_ms = 0.0  # of torch.cuda._sleep, once measured
         self.graphs = False  # whether a CUDA graph was captured, by whatever function of PyTorch's
         self.rest()
         begin = torch.cuda.CUDAGraph.capture_begin
@@ -338,9 +339,12 @@ class Contender:
         said, self.said = self.said, []
         return {"switched": [*dict.fromkeys(said), *self.switches.put_back()]}
 
-    def time(self, flushes: int) -> dict:
-        """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against."""
-        ms, _, _, leaves = self._clocked(flushes)
+    def time(self, flushes: int, waits: float | None = None) -> dict:
+        """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against.
+
+        With `waits` the GPU waits for so many milliseconds in place of the call.
+        """
+        ms, _, _, leaves = self._clocked(flushes, waits)
         outputs = len(leaves) - len(self.wanted) * bool(self.incoming)
         forms = [form_of(leaf, self.request if i < outputs else None) for i, leaf in enumerate(leaves)]
         self._hand_over(leaves, places_of(forms, self.answers))
@@ -365,7 +369,19 @@ class Contender:
             leaves += torch.autograd.grad(roots_of(result), self.wanted, self.incoming, allow_unused=True)
         return leaves
 
-    def _clocked(self, flushes: int) -> tuple:
+    def _wait_on_gpu(self, ms: float) -> list:
+        """In place of a call; gives tensors like the answers."""
+        if not self.cycles_of_ms:
+            begin, end = (Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            torch.cuda._sleep(10**7)
+            end.record()
+            torch.cuda.synchronize()
+            self.cycles_of_ms = 1e7 / begin.elapsed_time(end)
+        torch.cuda._sleep(int(ms * self.cycles_of_ms))
+        return [torch.empty_like(x) for x in self.answers]
+
+    def _clocked(self, flushes: int, waits: float | None = None) -> tuple:
         """Of a call its milliseconds, the host's microseconds, the flush's milliseconds, and what it gave.
 
         On a GPU all is queued behind the flush. On a CPU the judge has flushed the cache.
@@ -387,7 +403,7 @@ class Contender:
             self.buffer.zero_()
         events[1].record()
         begin = perf_counter()
-        leaves = self._timed_call()
+        leaves = self._timed_call() if waits is None else self._wait_on_gpu(waits)
         host = perf_counter() - begin
         events[2].record()
         self.wait()

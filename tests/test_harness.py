@@ -473,6 +473,11 @@ def test_time_that_a_clock_leaves_out_is_found(judge, monkeypatch, tmp_path):
         calls=8,
     )
     assert bench.hidden_time(forged, "cpu")  # of the turns that decide the median
+    claims = {"new": [1.0] * 20, "eager": [8.0] * 20}
+    late = Samples(claims, {"new": [9.0] * 20, "eager": [0.4] * 20}, stand_in=[9.0] * 20, calls=8)  # a busy host
+    assert not bench.hidden_time(late, "cuda")
+    late.stand_in = [0.4] * 20
+    assert bench.hidden_time(late, "cuda")
     answers = iter([[], [], *[["an error"]] * 3])  # of the seeds, of the training mode, and of three timings
     monkeypatch.setattr(harness.check, "over_limit", lambda case: next(answers))
     monkeypatch.setattr(bench, "hidden_time", lambda samples, device: "a clock")
@@ -533,6 +538,22 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="x"))
     state = record.clocks("cuda")
     assert state["throttle"] == "sw_power_cap, sw_thermal_slowdown" and record.clocks("cpu") is None
+
+
+@pytest.mark.gpu
+def test_a_stand_in_waits_for_as_long_as_was_claimed(judge, monkeypatch):
+    seen = []
+    hidden_time = bench.hidden_time
+    monkeypatch.setattr(bench, "MORE_ROUNDS", 2)
+
+    def first_a_clock(samples, device):
+        seen.append(samples)
+        return "a clock" if len(seen) == 1 else hidden_time(samples, device)
+
+    monkeypatch.setattr(bench, "hidden_time", first_a_clock)
+    (run,) = judge(PLAIN, device="cuda")
+    assert run.ok and not seen[0].stand_in and len(seen[1].stand_in) == len(seen[1].ms["new"])
+    assert all(-1 < beyond < 100 for beyond in seen[1].stand_in)
 
 
 @pytest.mark.gpu
