@@ -120,11 +120,10 @@ class Judge:
     def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] | None = None):
         self.options, self.ceilings, self.tell = options, ceilings, tell or show.Progress()
         self.workers: dict[str, Worker] = {}  # by role
-        # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
+        # The candidate's clock is held against eager's.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
         if "compile" in self.baselines:  # it begins to load the compiler
             self._worker("compile")
-        self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -179,7 +178,7 @@ class Judge:
         if chosen:
             problem.choose(chosen)
         form = DTYPES[run.dtype], run.precision, chosen, run.seed
-        case = check.Case(problem, run.device, self.by_ipc, *form, self.workers, texts)
+        case = check.Case(problem, run.device, *form, self.workers, texts)
         case.tell = lambda text: self.tell(f"{pair.name}: {run.dtype} {run.precision}, batch {chosen}: {text}")
         if batch and not chosen:
             case.notes.append("--batch has no effect: the Model's file has no batch_size")

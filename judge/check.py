@@ -50,7 +50,6 @@ class Case:
 
     problem: Problem
     device: str
-    by_ipc: bool  # how tensors reach the workers
     dtype: torch.dtype
     precision: str
     batch: int | None
@@ -68,7 +67,7 @@ class Case:
     graphs: bool = False  # the candidate captures CUDA graphs
     constant: bool = False  # the Model's answer is the same whatever it is given
     shapes: list[list[int]] = field(default_factory=list)  # of the inputs
-    few: int | None = None  # the batch of all requests but the gates'
+    small_batch: int | None = None  # the batch of all requests but the gates'
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class Case:
                 x.mul_(factor)
 
     def share(self, tensors):
-        return tree_map_only(torch.Tensor, partial(shared, by_ipc=self.by_ipc), tensors)
+        return tree_map_only(torch.Tensor, shared, tensors)
 
     def state(self, model: torch.nn.Module) -> dict:
         return self.share({name: x for name, x in model.state_dict().items()})
@@ -258,14 +257,14 @@ def comparable(case: Case) -> None:
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
     case.constant = all(same_bits(x, y) for x, y in pairs)
-    case.few = case.batch
+    case.small_batch = case.batch
     if case.device == "cuda" and case.batch:
         share = bytes_of([inputs, first.leaves]) / torch.cuda.mem_get_info()[1]
-        while case.few > 1 and share * case.few / case.batch > LARGE_SHARE:
-            case.few //= 2
-    if case.few != case.batch:
+        while case.small_batch > 1 and share * case.small_batch / case.batch > LARGE_SHARE:
+            case.small_batch //= 2
+    if case.small_batch != case.batch:
         why = "a request may need several answers in the GPU's memory"
-        case.notes.append(f"batch {case.few} in all but the gates and the timing: {why}")
+        case.notes.append(f"batch {case.small_batch} in all but the gates and the timing: {why}")
     least = case.batch and min(case.batch, 4)
     draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
     case.inputs_are = [Inputs(each) for each in zip(*draws)]
@@ -281,10 +280,10 @@ def check(case: Case, direction: str, after: bool = False) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
     if not after:
         seeds(case, direction)
-    asked = requests_after(case.device, case.few, direction) if after else REQUESTS.get(direction, [])
+    asked = requests_after(case.device, case.small_batch, direction) if after else REQUESTS.get(direction, [])
     for seed, request in enumerate(asked, 20):
         case.tell(f"checking {direction}: {request.when}")
-        ask(case, replace(request, seed=seed, batch=case.few if request.batch is None else request.batch))
+        ask(case, replace(request, seed=seed, batch=case.small_batch if request.batch is None else request.batch))
 
 
 def over_limit(case: Case) -> list[str]:
@@ -407,7 +406,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     if How.CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
         try:
             case.call("eager", request, [case.state(model)] * 2, given, [[]])
-        except Rejected:
+        except (Rejected, KeyError):  # with --profile there is no eager
             return
     try:  # a copy: a call may change what the module holds, as running means
         with request.memory(case.device), of_the_model(case.precision):

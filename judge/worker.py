@@ -39,7 +39,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -117,9 +117,19 @@ def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch
     return torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
-def shared(x: torch.Tensor, by_ipc: bool) -> torch.Tensor:
-    """A copy that another process can open: on the GPU by CUDA IPC, on the host as a file without a name."""
-    if by_ipc and x.is_cuda:
+@cache
+def has_ipc() -> bool:
+    """Whether other processes can open this one's memory of the GPU."""
+    try:
+        torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
+    except RuntimeError:
+        return False
+    return True
+
+
+def shared(x: torch.Tensor) -> torch.Tensor:
+    """A copy that another process can open: on the GPU by CUDA IPC, elsewhere as a file without a name."""
+    if x.is_cuda and has_ipc():
         return copied(x, partial(torch.UntypedStorage, device=x.device))
     file = os.memfd_create("judge")  # in a container /dev/shm, which PyTorch takes, may be small
     copy = copied(x, partial(torch.UntypedStorage.from_file, f"/proc/{os.getpid()}/fd/{file}", True))
@@ -241,7 +251,7 @@ class Contender:
         self.remake(seed, other=seed + 1)
         return {"switched": self.switches.put_back()}
 
-    def rest(self, given=None) -> None:
+    def rest(self) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
         self.inputs, self.answers, self.incoming, self.wanted = None, [], [], []
         self.buffer = None
@@ -612,16 +622,6 @@ class Worker:
         if failed:
             raise Rejected(*reply["wrong"], kind=reply["kind"])
         return reply
-
-    def has_ipc(self) -> bool:
-        """Whether it can open this process's memory of the GPU; then ends the worker."""
-        try:
-            self.ask("rest", given=shared(torch.zeros(1, device="cuda"), by_ipc=True))
-        except (Rejected, RuntimeError):
-            return False
-        finally:
-            self.kill()
-        return True
 
     def kill(self) -> None:
         for pid in self.strays():
