@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
 import torch
@@ -245,6 +245,14 @@ def some(names) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
+def small_batch(device: str, batch: int | None, nbytes: int) -> int | None:
+    """The batch, halved until its share of these bytes, of the inputs and the answer, is a small one of the memory."""
+    small, most = batch, LARGE_SHARE * torch.cuda.mem_get_info()[1] if device == "cuda" else inf
+    while small and small > 1 and nbytes * small / batch > most:
+        small //= 2
+    return small
+
+
 def comparable(case: Case) -> None:
     """Raises Rejected if the Model's answers are no measure of the candidate's."""
     inputs, coarsest = case.inputs(0), gates.Coarsest()
@@ -257,11 +265,7 @@ def comparable(case: Case) -> None:
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
     case.constant = all(same_bits(x, y) for x, y in pairs)
-    case.small_batch = case.batch
-    if case.device == "cuda" and case.batch:
-        share = bytes_of([inputs, first.leaves]) / torch.cuda.mem_get_info()[1]
-        while case.small_batch > 1 and share * case.small_batch / case.batch > LARGE_SHARE:
-            case.small_batch //= 2
+    case.small_batch = small_batch(case.device, case.batch, bytes_of([inputs, first.leaves]))
     if case.small_batch != case.batch:
         why = "a request may need several answers in the GPU's memory"
         case.notes.append(f"batch {case.small_batch} in all but the gates and the timing: {why}")

@@ -31,11 +31,10 @@ class Inputs:
         self.floating = first.is_floating_point() and kind.itemsize > 1
         numbers = not first.is_complex() and first.layout == torch.strided and first.numel() and first.dim()
         draws = [x.double() for x in draws] if numbers and (self.floating or kind != torch.bool) else []
-        self.low, self.high = (
-            (min(float(x.min()) for x in draws), max(float(x.max()) for x in draws)) if draws else (0, 0)
-        )
+        self.low = min((float(x.min()) for x in draws), default=0.0)
+        self.high = max((float(x.max()) for x in draws), default=0.0)
         every = lambda holds: bool(draws) and all(holds(x) for x in draws)  # noqa: E731
-        ends = draws[0].dim() and draws[0].shape[-1] > 1 if draws else False
+        ends = bool(draws) and draws[0].shape[-1] > 1
         self.equal = every(lambda x: x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()))
         self.whole = self.floating and not self.equal and every(lambda x: bool((x == x.round()).all()))
         few = lambda x: x.numel() > FEW and len(x.unique()) <= FEW  # noqa: E731

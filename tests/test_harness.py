@@ -103,6 +103,44 @@ def test_says_what_was_not_asked_for_want_of_memory(who, judge):
     assert run.ok and "not asked for want of memory: values whose mean is large" in run.notes, run
 
 
+def test_too_little_memory_halves_the_batch(judge, monkeypatch):
+    start = harness.check.start
+
+    def start_if_small(case, path):
+        if case.batch > 8:
+            raise torch.OutOfMemoryError("too large")
+        return start(case, path)
+
+    monkeypatch.setattr(harness.check, "start", start_if_small)
+    monkeypatch.setattr(harness.check.Case, "may_be_smaller", lambda case: case.batch > 1)
+    (run,) = judge(PLAIN)
+    assert run.ok and run.shapes == [[run.batch, 96]] == [[8, 96]] and run.notes[0].startswith("batch 8: "), run
+
+
+def test_requests_besides_the_gates_are_asked_at_a_batch_of_which_several_fit(judge, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 << 30))
+    sizes = [harness.check.small_batch("cuda", 112, nbytes << 30) for nbytes in (1, 3, 15, 10**6)]
+    assert sizes == [112, 56, 14, 1] and harness.check.small_batch("cuda", None, 1 << 40) is None
+    assert harness.check.small_batch("cpu", 112, 1 << 40) == 112
+    monkeypatch.setattr(harness.check, "small_batch", lambda device, batch, nbytes: 4)
+    (run,) = judge(plain_after(f"open({str(tmp_path / 'batches')!r}, 'a').write(f'{{len(x)}} ')"))
+    asked = (tmp_path / "batches").read_text().split()
+    assert run.ok and run.batch == 32 and any(note.startswith("batch 4 in all but") for note in run.notes), run
+    assert asked[:5] == ["32"] * 5 and asked.count("4") > 20 and {"0", "5"} < {*asked}
+
+
+def test_a_request_that_failed_keeps_no_memory():
+    def fails(error):
+        held = torch.zeros(3)  # noqa: F841
+        raise error
+
+    for error in (harness.Rejected("said", kind="memory"), torch.OutOfMemoryError("said")):
+        with pytest.raises(type(error)) as raised:
+            fails(error)
+        found = harness.as_rejected(raised.value)
+        assert found.kind == "memory" and found.__traceback__ is raised.value.__traceback__ is None
+
+
 def test_a_turn_that_lacks_memory_has_the_others_give_theirs_back(judge, monkeypatch):
     ask, asked = harness.Worker.ask, []
 
