@@ -256,16 +256,17 @@ def small_batch(device: str, batch: int | None, nbytes: int) -> int | None:
 def comparable(case: Case) -> None:
     """Raises Rejected if the Model's answers are no measure of the candidate's."""
     inputs, coarsest = case.inputs(0), gates.Coarsest()
-    case.shapes = [list(x.shape) for x in tensors_of(inputs)]
+    case.shapes, nbytes = [list(x.shape) for x in tensors_of(inputs)], bytes_of(inputs)
     with of_the_model(case.precision):
         (first,) = answers_of(case.model, [inputs], Request(""))
+        del inputs  # gigabytes, maybe
         with coarsest:
             (again,) = answers_of(case.model, [case.inputs(0)], Request(""))
         (other,) = answers_of(case.model, [case.inputs(1)], Request(""))
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
     case.constant = all(same_bits(x, y) for x, y in pairs)
-    case.small_batch = small_batch(case.device, case.batch, bytes_of([inputs, first.leaves]))
+    case.small_batch = small_batch(case.device, case.batch, nbytes + bytes_of(first.leaves))
     if case.small_batch != case.batch:
         why = "a request may need several answers in the GPU's memory"
         case.notes.append(f"batch {case.small_batch} in all but the gates and the timing: {why}")
