@@ -106,14 +106,6 @@ class Options:
     json: Path | None = option(None, "a file for the records", type=Path)
 
 
-def least_batch(problem: Problem) -> int:
-    """The file's batch_size, halved until the inputs have no more than CPU_BYTES."""
-    batch = problem.batch
-    while batch > 2 and bytes_of(problem.inputs(batch, "meta", torch.float32, 0)) > CPU_BYTES:
-        batch //= 2
-    return batch
-
-
 class Judge:
     """Judges pair after pair."""
 
@@ -174,7 +166,8 @@ class Judge:
         chosen = problem.batch and (batch or problem.batch)  # None where a file does not let it be chosen
         if chosen and run.device == "cpu" and not (batch or run.constants):
             with check.of_the_model():
-                chosen = least_batch(problem)
+                nbytes = bytes_of(problem.inputs(chosen, "meta", torch.float32, 0))
+            chosen = check.smaller(chosen, nbytes, CPU_BYTES)
         if chosen:
             problem.choose(chosen)
         form = DTYPES[run.dtype], run.precision, chosen, run.seed

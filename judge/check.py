@@ -245,10 +245,10 @@ def some(names) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def small_batch(device: str, batch: int | None, nbytes: int) -> int | None:
-    """The batch, halved until its share of these bytes, of the inputs and the answer, is a small one of the memory."""
-    small, most = batch, LARGE_SHARE * torch.cuda.mem_get_info()[1] if device == "cuda" else inf
-    while small and small > 1 and nbytes * small / batch > most:
+def smaller(batch: int | None, nbytes: int, most: float) -> int | None:
+    """The batch, halved until its share of these bytes, which are those of the whole batch, is no more than `most`."""
+    small = batch
+    while small and small > 2 and nbytes * small / batch > most:
         small //= 2
     return small
 
@@ -266,7 +266,8 @@ def comparable(case: Case) -> None:
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
     case.constant = all(same_bits(x, y) for x, y in pairs)
-    case.small_batch = small_batch(case.device, case.batch, nbytes + bytes_of(first.leaves))
+    most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
+    case.small_batch = smaller(case.batch, nbytes + bytes_of(first.leaves), most)
     if case.small_batch != case.batch:
         why = "a request may need several answers in the GPU's memory"
         case.notes.append(f"batch {case.small_batch} in all but the gates and the timing: {why}")

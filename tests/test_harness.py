@@ -118,12 +118,10 @@ def test_too_little_memory_halves_the_batch(judge, monkeypatch):
 
 
 def test_requests_besides_the_gates_are_asked_at_a_batch_of_which_several_fit(judge, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 << 30))
-    sizes = [harness.check.small_batch("cuda", 112, nbytes << 30) for nbytes in (1, 3, 15, 10**6)]
-    assert sizes == [112, 56, 14, 1] and harness.check.small_batch("cuda", None, 1 << 40) is None
-    assert harness.check.small_batch("cpu", 112, 1 << 40) == 112
-    monkeypatch.setattr(harness.check, "small_batch", lambda device, batch, nbytes: 4)
-    (run,) = judge(plain_after(f"open({str(tmp_path / 'batches')!r}, 'a').write(f'{{len(x)}} ')"))
+    assert [harness.check.smaller(112, nbytes, 2.5) for nbytes in (1, 3, 15, 10**6)] == [112, 56, 14, 1]
+    assert harness.check.smaller(None, 15, 2.5) is None
+    monkeypatch.setattr(harness.check, "smaller", lambda batch, nbytes, most: 4)
+    (run,) = judge(plain_after(f"open({str(tmp_path / 'batches')!r}, 'a').write(f'{{len(x)}} ')"), batch=32)
     asked = (tmp_path / "batches").read_text().split()
     assert run.ok and run.batch == 32 and any(note.startswith("batch 4 in all but") for note in run.notes), run
     assert asked[:5] == ["32"] * 5 and asked.count("4") > 20 and {"0", "5"} < {*asked}
