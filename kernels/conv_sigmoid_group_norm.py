@@ -142,11 +142,10 @@ constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
     return capability == 80 || capability == 90 || capability == 100 || capability == 103;
 }
 #ifdef __CUDA_ARCH__
-constexpr int kArchitecture = __CUDA_ARCH__;  // 800 is 8.0
+constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr int kArchitecture = 0;  // The host does not use it, but asks each kernel what it was compiled for.
+constexpr bool kTensor = false;  // The host does not use it, but asks each kernel what it was compiled for.
 #endif
-constexpr bool kTensor = uses_tensor_cores(kArchitecture / 10);
 
 constexpr int kThreads = 256;                    // per block
 constexpr int kBlocks = 2;                       // that share a multiprocessor, with the exception above
@@ -700,14 +699,14 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     float unit, float (&sum)[kChannels][kPixels]) {
     constexpr typename Multiplied<T>::Piece kPiece{};
     constexpr int kCount = kPieces<T>;
-    const int steps = (p.kernel * p.kernel + 1) / 2, lane = threadIdx.x % 32;
+    const int steps = (p.kernel * p.kernel + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
     // the same pixels; or, with one piece only (kCount 1), the next eight pixels. The weights' `lo` is not used then.
     x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
     // kTiles groups of eight pixels are in work at once. With two pieces these are few, and the steps the inner loop:
-    // in a loop over all 16 groups nvcc lets each mma wait for the one before it. On 8.0 two groups fit the registers.
-    constexpr int kTiles = kCount == 1 ? 16 : kArchitecture == 800 ? 2 : 4;
+    // in a loop over all 16 groups nvcc lets each mma wait for the one before it.
+    constexpr int kTiles = kCount == 1 ? 16 : 4;
 #pragma unroll
     for (int j = 0; j < kPixels / 2; j += kTiles) {
 #pragma unroll 1
@@ -812,7 +811,7 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
         const int steps = (p.kernel * p.kernel + 1) / 2 * kPieces<T>;
         const uint4* const own = reinterpret_cast<const uint4*>(weights) + fragment.channel / 16 * steps * 32;
         const uint32_t rows = uint32_t(__cvta_generic_to_shared(x)) + fragment.row * kPitch * 16;
-        multiply<T>(p, rows, own + threadIdx.x % 32, shared.offsets, unit, h);
+        multiply<T>(p, rows, own + read_thread() % 32, shared.offsets, unit, h);
     } else {
         x += fragment.row * kPitch + fragment.column;
         if (p.kernel == 3) accumulate<3>(p, x, weights + fragment.channel, channels, h);
