@@ -63,16 +63,16 @@ from pathlib import Path
 import torch
 
 from judge import bench, check, gates, record, roofline, show, source
-from judge.answers import bytes_of, tensors_of
+from judge.answers import bytes_of
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
-from judge.worker import COMPILE_MODES, Rejected, Worker
+from judge.worker import Rejected, Worker, as_rejected
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT, CRASHED = 0, 1, 3, 4  # 2, usage, is argparse's
 CPU_BYTES = 32 << 20  # of the inputs, where the Model's file does not say what a CPU should take
 Names = tuple[str, ...]
-BASELINES = ("eager", *COMPILE_MODES)
+BASELINES = ("eager", "compile")
 REQUIRED = (record.RIGHT, record.DROP_IN)
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
 
@@ -94,7 +94,7 @@ class Options:
     device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
     dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
-    baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
+    baselines: Names = option(BASELINES, f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
     batch: int | None = option(None, "default: the file's batch_size; on a CPU on_cpu's, or a smaller one", type=int)
     require: str = option("right", "right or drop-in; default: drop-in, but right for two files", choices=REQUIRED)
@@ -106,25 +106,16 @@ class Options:
     json: Path | None = option(None, "a file for the records", type=Path)
 
 
-def least_batch(problem: Problem) -> int:
-    """The file's batch_size, halved until the inputs have no more than CPU_BYTES."""
-    batch = problem.batch
-    while batch > 2 and bytes_of(problem.inputs(batch, "meta", torch.float32, 0)) > CPU_BYTES:
-        batch //= 2
-    return batch
-
-
 class Judge:
     """Judges pair after pair."""
 
     def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] | None = None):
         self.options, self.ceilings, self.tell = options, ceilings, tell or show.Progress()
         self.workers: dict[str, Worker] = {}  # by role
-        # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
+        # The candidate's clock is held against eager's.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
-        for role in COMPILE_MODES.keys() & {*self.baselines}:  # they begin to load the compiler
-            self._worker(role)
-        self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
+        if "compile" in self.baselines:  # it begins to load the compiler
+            self._worker("compile")
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -142,46 +133,45 @@ class Judge:
             shapes = options.sweep and problem.sweep or [problem.on_cpu if options.device == "cpu" else {}]
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants
-            fresh = lambda: [Result(direction, *what) for direction in options.directions]  # noqa: E731
-            runs, batch = fresh(), options.batch
-            while not self._judge(pair, runs, texts, batch):  # for want of memory
-                batch, runs = runs[0].batch // 2, fresh()
+            runs, batch = [], options.batch
+            while not runs:
+                runs, batch = self._judge(pair, what, texts, batch)
             for run in runs:
                 run.notes += notes
                 yield run
 
-    def _judge(self, pair: Pair, runs: list[Result], texts: dict[Path, str], batch: int | None) -> bool:
-        """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured.
-
-        False where the GPU's memory is too small for all contenders at this batch.
-        """
-        first = runs[0]
+    def _judge(self, pair: Pair, what: tuple, texts: dict, batch: int | None) -> tuple[list[Result], int | None]:
+        """A record for each direction; none, and a smaller batch, where the GPU's memory is too small for this one."""
+        runs = [Result(direction, *what) for direction in self.options.directions]
         try:
-            with check.of_the_model(first.precision):
-                problem = Problem(pair.model_path, first.constants, texts.get(pair.model_path))
-            case = self._case(pair, problem, first, texts, batch)
-            shapes = [list(x.shape) for x in tensors_of(case.inputs(0))]
+            case = self._case(pair, runs[0], texts, batch)
         except Rejected as error:
             for run in runs:
                 run.reject(error)
-            return True
+            return runs, batch
         if batch != self.options.batch:
             case.notes.append(f"batch {batch}: at a larger one all contenders' answers do not fit the GPU's memory")
-        seconds, enough = self._stages(case, pair, runs)
+        try:
+            seconds = self._stages(case, pair, runs)
+        except torch.OutOfMemoryError:
+            return [], case.batch // 2
         for run in runs:
-            run.batch, run.shapes, run.import_seconds = case.batch, shapes, seconds
+            run.batch, run.shapes, run.import_seconds = case.batch, case.shapes, seconds
             run.notes += dict.fromkeys(case.notes)  # each once
-        return enough
+        return runs, batch
 
-    def _case(self, pair: Pair, problem: Problem, run: Result, texts: dict, batch: int | None) -> check.Case:
+    def _case(self, pair: Pair, run: Result, texts: dict, batch: int | None) -> check.Case:
+        with check.of_the_model(run.precision):
+            problem = Problem(pair.model_path, run.constants, texts.get(pair.model_path))
         chosen = problem.batch and (batch or problem.batch)  # None where a file does not let it be chosen
         if chosen and run.device == "cpu" and not (batch or run.constants):
             with check.of_the_model():
-                chosen = least_batch(problem)
+                nbytes = bytes_of(problem.inputs(chosen, "meta", torch.float32, 0))
+            chosen = check.smaller(chosen, nbytes, CPU_BYTES)
         if chosen:
             problem.choose(chosen)
         form = DTYPES[run.dtype], run.precision, chosen, run.seed
-        case = check.Case(problem, run.device, self.by_ipc, *form, self.workers, texts)
+        case = check.Case(problem, run.device, *form, self.workers, texts)
         case.tell = lambda text: self.tell(f"{pair.name}: {run.dtype} {run.precision}, batch {chosen}: {text}")
         if batch and not chosen:
             case.notes.append("--batch has no effect: the Model's file has no batch_size")
@@ -190,9 +180,12 @@ class Judge:
             case.notes.append(f"{said}; a dict `on_cpu` in the Model's file chooses other sizes")
         return case
 
-    def _stages(self, case: check.Case, pair: Pair, runs: list[Result]) -> tuple[float | None, bool]:
+    def _stages(self, case: check.Case, pair: Pair, runs: list[Result]) -> float | None:
         """Direction by direction the checks and the timing, and then what is asked after the timing. What builds upon a
-        wrong direction is wrong, too. The seconds of the import; whether there was enough memory."""
+        wrong direction is wrong, too, and the speed of what is wrong is not measured. The seconds of the import.
+
+        Raises torch.OutOfMemoryError where a smaller batch may fit.
+        """
         directions, seconds = self.options.directions, None
         measure = self._profile if self.options.profile else self._time
         stages = [(direction, runs[i:], False) for i, direction in enumerate(directions)]
@@ -213,16 +206,15 @@ class Judge:
                 if not after:
                     measure(case, pair, at_stake[0])
             except (Rejected, torch.OutOfMemoryError) as raised:
-                error = raised if isinstance(raised, Rejected) else Rejected("too little memory", kind="memory")
-                if error.kind == "memory" and case.device == "cuda" and (case.batch or 0) > 1:
-                    runs[0].batch = case.batch
-                    return seconds, False
+                error = as_rejected(raised)
+                if error.kind == "memory" and case.may_be_smaller():
+                    raise torch.OutOfMemoryError from None
                 for run in at_stake:
                     run.reject(error)
             case.listen()
             for run in at_stake:
                 run.lack(case.no_dropin, self.options.require)
-        return seconds, True
+        return seconds
 
     def _worker(self, role: str) -> Worker:
         """Starts the contender's process anew; one that compiles is kept while it lives.
@@ -230,7 +222,7 @@ class Judge:
         What a process has done before, checks for example, was seen to add a microsecond to each kernel behind a
         flush. Loading a compiler takes seconds.
         """
-        if role in self.workers and not (role in COMPILE_MODES and self.workers[role].alive()):
+        if role in self.workers and not (role == "compile" and self.workers[role].alive()):
             self.workers.pop(role).kill()
         if role not in self.workers:
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
@@ -277,7 +269,8 @@ class Judge:
     def _profile(self, case: check.Case, pair: Pair, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
         self._load(case, pair)
-        case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
+        ring = bench.Ring(case, run.direction)
+        ring.hand_out("new", 0.2)
         form = f"{run.dtype}_{run.precision}_{case.batch}_{run.direction}"
         path = self.options.profile.resolve() / f"{run.model.replace('/', '_')}_{form}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]

@@ -18,17 +18,28 @@ from judge.source import reseed
 
 RANDOM = "changes PyTorch's random state"
 REUSED = "gives the memory of an earlier answer again"
+# Of a name that the Model has for a tensor the candidate's; None where they are the same, {} where none was matched.
+Own = dict[str, str] | None
 
 
 class How(Flag):
-    """How a process calls its module."""
+    """How a module is called."""
 
     PLAINLY = 0
+    TRAIN = auto()  # in training mode
+    INFERENCE = auto()  # in inference mode
+    POISONED = auto()  # new memory is full of NaN
+    SEEDED = auto()  # the Model draws random numbers: each timed call begins with the same ones
+    # How gradients are asked for.
+    EXPANDED = auto()  # the incoming gradient is the same along the first dimension
+    SLICED = auto()  # it is a slice, as behind torch.cat
+    TWICE = auto()  # two backward passes of one graph
+    IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
+    # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
     TWIN = auto()  # another instance, with other weights, is called first
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
-    POISONED = auto()  # new memory is full of NaN
-    TRAINING = auto()  # module.train() was called, and the answer is to be that of eval()
+    IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call
     REPEATED = auto()  # of many calls the answer that is the least like the first
     THREADS = auto()  # the same, each set of inputs in a thread of its own
@@ -41,29 +52,23 @@ class Request:
     """A question for the candidate and the Model alike."""
 
     when: str
+    # The process of the Model or the candidate reads how it is called.
     direction: str = "forward"
-    # The judge reads how inputs and weights are made.
     seed: int = 0
+    how: How = How.PLAINLY
+    order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
+    whose: str = ""  # gradients: "nobody's", "parameters", "inputs" or "all"; "": as the direction has it
+    # The judge reads how inputs and weights are made.
     change: Callable | None = None  # of each floating input
     weights: Callable | None = None  # of the Model's weights
     batch: int | None = None
     layout: str = "dense"
-    # The process reads how it is called.
-    mode: str = "eval"  # or "train" or "inference"
-    order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
-    how: How = How.PLAINLY
-    seeded: bool = False  # the Model draws random numbers: each call begins with the same ones
-    # And how gradients are asked for.
-    whose: str = ""  # "nobody's", "parameters", "inputs" or "all"; "": as the direction has it
-    incoming: str = "dense"  # or "expanded", the same along the first dimension, or "sliced", as behind torch.cat
-    passes: int = 1  # backward passes of one graph
-    in_part: bool = False  # the first, third, ... parameter is frozen, and only the last output has a gradient
     # The judge reads what the answer has to be.
-    gates: int = 1  # with both gates the Model must have an answer; an error against float64 counts
+    both_gates: bool = False  # the Model must have an answer; an error against float64 counts
     finite: bool = False  # not asked where the Model's answer is not finite
     any_infinite: bool = False  # where the order of operations decides between NaN and an infinity, both are right
-    values: str = "wrong"  # what other values make the candidate: wrong, or "no drop-in"
-    refusal: str = "wrong"  # and what an error makes it
+    may_differ: bool = False  # other values make the candidate no drop-in, not wrong
+    may_refuse: bool = False  # and so does an error
 
     @contextlib.contextmanager
     def memory(self, device: str, like: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -88,7 +93,7 @@ class Answer(NamedTuple):
     """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
 
     leaves: dict[str, object]
-    forms: list[str]
+    forms: list[list]
     tree: str
     inputs: int  # which set of them it got
     did: list[str]  # side effects of all calls, as "writes input 0"
@@ -97,41 +102,35 @@ class Answer(NamedTuple):
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
 
 
-class Names:
-    """A module's tensors by the names that the Model's have.
-
-    `own`: of a Model's name the module's own one; None where they are the same; {} where none could be matched.
-    """
-
-    def __init__(self, own: dict[str, str] | None = None):
-        self.own = own
-
-    def state(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        found = module.state_dict(keep_vars=True)
-        found = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
-        return found if self.own is None else {theirs: found[mine] for theirs, mine in self.own.items()}
-
-    def parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        found = dict(module.named_parameters())
-        if self.own is None:
-            return found
-        return {theirs: found[mine] for theirs, mine in self.own.items() if mine in found}
+def state_by_name(module: torch.nn.Module, own: Own = None) -> dict[str, torch.Tensor]:
+    found = module.state_dict(keep_vars=True)
+    found = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+    return found if own is None else {theirs: found[mine] for theirs, mine in own.items()}
 
 
-def answers_of(module, sets: list[list], request: Request, names: Names | None = None, call=None) -> list[Answer]:
+def parameters_by_name(module: torch.nn.Module, own: Own) -> dict[str, torch.nn.Parameter]:
+    found = dict(module.named_parameters())
+    return found if own is None else {theirs: found[mine] for theirs, mine in own.items() if mine in found}
+
+
+def answers_of(module, sets: list[list], request: Request, own: Own = None, call=None) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
-    call, names = call or module, names or Names()
-    parameters = names.parameters(module)
-    frozen = [p for p in [*module.parameters()][::2] if request.in_part and p.requires_grad]
+    call, parameters = call or module, parameters_by_name(module, own)
+    frozen = [p for p in [*module.parameters()][::2] if How.IN_PART in request.how and p.requires_grad]
     for p in frozen:
         p.requires_grad_(False)
     wanted = [wanted_of(parameters, inputs, request) for inputs in sets]
-    watch = Watch(module, sets, names, request)
+    # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
+    small = math.inf if How.POISONED in request.how else 1 << 16
+    before = {}
+    for name, x in watched(module, sets, own).items():
+        compares = x.layout == torch.strided and x.nbytes < small
+        before[name] = x, x._version, x.detach().clone() if compares else x
     reseed(request.seed)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
     recorded = request.direction != "forward"
     calls = []
-    with torch.inference_mode() if request.mode == "inference" else torch.set_grad_enabled(recorded):
+    with torch.inference_mode() if How.INFERENCE in request.how else torch.set_grad_enabled(recorded):
         for position, i in enumerate(request.order):
             result = call(*sets[i])
             if i == 0 or position == len(request.order) - 1:
@@ -141,8 +140,8 @@ def answers_of(module, sets: list[list], request: Request, names: Names | None =
                 calls.append((i, result, forms))
             del result
     did = []
-    answers = [answer_of(module, names, call, wanted[call[0]], request, did) for call in calls]
-    did += watch.written()
+    answers = [answer_of(module, own, call, wanted[call[0]], request, did) for call in calls]
+    did += written(before, watched(module, sets, own))
     if any(now != then for now, then in zip(rng_state(), states)):
         did.append(RANDOM)
     given = memory_of(sets)
@@ -156,24 +155,24 @@ def answers_of(module, sets: list[list], request: Request, names: Names | None =
     return answers
 
 
-def answer_of(module, names: Names, call: tuple, wanted: dict, request: Request, did: list[str]) -> Answer:
+def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did: list[str]) -> Answer:
     """The backward pass of one call, if one is asked for."""
     i, result, forms = call
     leaves = tree_leaves(result)
-    roots = roots_of(result)[-1 if request.in_part else 0 :]
+    roots = roots_of(result)[-1 if How.IN_PART in request.how else 0 :]
     found = {f"output {k}" if len(leaves) > 1 else "output": leaf for k, leaf in enumerate(leaves)}
     if request.direction == "forward_backward" and wanted and roots:
         incoming = [normal_like(x, request) for x in roots]
         of = list(wanted.values())
-        for last in range(request.passes):
-            again = {"retain_graph": True} if last < request.passes - 1 else {}
-            gradients = torch.autograd.grad(roots, of, incoming, allow_unused=True, **again)
+        if How.TWICE in request.how:
+            torch.autograd.grad(roots, of, incoming, allow_unused=True, retain_graph=True)
+        gradients = torch.autograd.grad(roots, of, incoming, allow_unused=True)
         if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
         forms = forms + [form_of(gradient) for gradient in gradients]
-    if request.mode == "train":  # as running statistics
-        state = {f"{name} afterwards": x for name, x in names.state(module).items()}
+    if How.TRAIN in request.how:  # as running statistics
+        state = {f"{name} afterwards": x for name, x in state_by_name(module, own).items()}
         found |= state
         forms = forms + [form_of(x) for x in state.values()]
     found = {name: compared(leaf) for name, leaf in found.items()}
@@ -181,37 +180,25 @@ def answer_of(module, names: Names, call: tuple, wanted: dict, request: Request,
     return Answer(found, forms, tree.replace("ModelNew", "Model"), i, did)
 
 
-class Watch:
-    """Inputs, weights and gradients as they were before the calls: who writes them is found."""
+def watched(module, sets: list, own: Own) -> dict[str, torch.Tensor]:
+    """Inputs, gradients and weights, which no call is to write."""
+    found = {}
+    for k, inputs in enumerate(sets):
+        for i, x in enumerate(tree_leaves(inputs)):
+            if isinstance(x, torch.Tensor):
+                found[f"input {i}{' of another call' * (k > 0)}"] = x
+    found |= {
+        f"the .grad of {name}": p.grad for name, p in parameters_by_name(module, own).items() if p.grad is not None
+    }
+    return found | state_by_name(module, own)
 
-    def __init__(self, module, sets: list, names: Names, request: Request):
-        self.module, self.sets, self.names = module, sets, names
-        # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
-        small = math.inf if How.POISONED in request.how else 1 << 16
-        self.before = {}
-        for name, x in self.watched().items():
-            strided = x.layout == torch.strided
-            bits = x.detach().clone() if strided and x.nbytes < small else x
-            self.before[name] = x, x._version, bits
 
-    def watched(self) -> dict[str, torch.Tensor]:
-        found = {}
-        for k, inputs in enumerate(self.sets):
-            for i, x in enumerate(tree_leaves(inputs)):
-                if isinstance(x, torch.Tensor):
-                    found[f"input {i}{' of another call' * (k > 0)}"] = x
-        for name, p in self.names.parameters(self.module).items():
-            if p.grad is not None:
-                found[f"the .grad of {name}"] = p.grad
-        return found | self.names.state(self.module)
-
-    def written(self) -> list[str]:
-        now = self.watched()
-        said = []
-        for name, (x, version, bits) in self.before.items():
-            if now.get(name) is not x or x._version != version or not (bits is x or same_bits(x, bits)):
-                said.append(f"writes {name}")
-        return said
+def written(before: dict[str, tuple], now: dict[str, torch.Tensor]) -> list[str]:
+    said = []
+    for name, (x, version, bits) in before.items():
+        if now.get(name) is not x or x._version != version or not (bits is x or same_bits(x, bits)):
+            said.append(f"writes {name}")
+    return said
 
 
 def wanted_of(parameters: dict, inputs: list, request: Request) -> dict[str, torch.Tensor]:
@@ -229,9 +216,9 @@ def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
     """An incoming gradient, the same in all processes: normal numbers that hardly round in any dtype."""
     generator = torch.Generator(x.device).manual_seed(request.seed)
     values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
-    if request.incoming == "sliced" and x.dim():
+    if How.SLICED in request.how and x.dim():
         return torch.cat([values, values[..., :3]], -1)[..., : x.shape[-1]]
-    return values[:1].expand_as(values) if request.incoming == "expanded" and x.dim() else values
+    return values[:1].expand_as(values) if How.EXPANDED in request.how and x.dim() else values
 
 
 def compared(leaf):
@@ -261,26 +248,26 @@ def roots_of(result) -> list[torch.Tensor]:
     return [x for x in tensors_of(result) if x.requires_grad]
 
 
-def form_of(leaf, output_of: Request | None = None) -> str:
-    """What is known of a value before anything touches it: a subclass may compute when more than its type is asked."""
+def form_of(leaf, output_of: Request | None = None) -> list:
+    """What a value is; of an output also the strides, where they matter, and whether it wants a gradient.
+
+    Before anything touches it: a subclass may compute when more than its type is asked.
+    """
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-        return type(leaf).__name__ + ("" if isinstance(leaf, (torch.Tensor, float)) else f" {leaf!r}")
-    form = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
-    if output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel():
-        # In a dimension of size 1 any stride is right.
-        form += f", stride {[stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())]}"
-    return form + (f", requires_grad {leaf.requires_grad}" if output_of else "")
+        return [type(leaf).__name__ + ("" if isinstance(leaf, (torch.Tensor, float)) else f" {leaf!r}"), [], ""]
+    what = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
+    matter = output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel()
+    strides = [stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())] if matter else []
+    return [what, strides, str(leaf.requires_grad) if output_of else ""]
 
 
-def places_of(forms: list[str], answers: list[torch.Tensor]) -> list[torch.Tensor]:
+def places_of(forms: list[list], answers: list[torch.Tensor]) -> list[torch.Tensor]:
     """The memory of answers, each with the strides that its form tells, if these are those of a permuted dense tensor.
 
     So nobody's answer is handed over by a copy that puts its elements in another order, which takes longer.
     """
     places = []
-    for form, answer in zip([form for form in forms if form.startswith(("Tensor of", "float"))], answers):
-        told = re.search(r", stride \[([\d, ]{1,400})\]", form)
-        strides = [int(stride) for stride in re.findall(r"\d+", told[1])] if told else []
+    for (_, strides, _), answer in zip([form for form in forms if form[0].startswith(("Tensor of", "float"))], answers):
         reach = 1
         for stride, size in sorted((stride, size) for stride, size in zip(strides, answer.shape) if size > 1):
             reach = reach * size if stride == reach else 0

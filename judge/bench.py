@@ -15,12 +15,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from judge.answers import RANDOM, Request, bytes_of, places_of, same_bits, tensors_of
+from judge.answers import RANDOM, How, Request, bytes_of, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import secret
 from judge.worker import FLUSH_BYTES, Rejected, settle
@@ -73,24 +73,30 @@ class Ring:
 
     def __init__(self, case: Case, direction: str):
         self.case = case
-        self.request = Request("while it was timed", direction, gates=2)
-        self.old = case.inputs(0)
+        self.request = Request("while it was timed", direction, both_gates=True)
+        old = case.inputs(0)
         with of_the_model(case.precision):
-            (expected,) = case.answers(copy.deepcopy(case.model), [self.old], self.request)
+            (expected,) = case.answers(copy.deepcopy(case.model), [old], self.request)
         if RANDOM in expected.did:
-            self.request = Request("while it was timed", direction, gates=2, seeded=True)
+            self.request = replace(self.request, how=How.SEEDED)
         self.answers = case.room(expected)
-        nbytes = bytes_of(self.old)
+        nbytes = bytes_of(old)
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
-        self.slot = case.share(self.old)
+        self.slot = case.share(old)
         self.draws, self.fresh = [], []
-        self.keeps = nbytes <= CALLS_BYTES  # the inputs of a round; otherwise they are drawn again for each contender
+        self.keeps = nbytes <= CALLS_BYTES  # inputs of a round; otherwise they are drawn again for each contender
+        self.old = old if self.keeps else []
         most = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {name: Kept(most) for name in ("new", "eager")}
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
-        self.ready = {"request": self.request, "state": self.state, "inputs": self.slot, "answers": self.answers}
         settle(case.device)  # what others read is written
+
+    def hand_out(self, name: str, seconds: float) -> dict:
+        """Gives a contender what is timed, which may make it compile."""
+        own = self.case.own if name == "new" else None
+        given = {"own": own, "state": self.state, "inputs": self.slot, "answers": self.answers}
+        return self.case.workers[name].ask("ready", request=self.request, seconds=seconds, **given)
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
@@ -117,7 +123,7 @@ class Ring:
 
     def warm_up(self, name: str) -> None:
         worker = self.case.workers[name]
-        self.write(self.old if self.keeps else self.case.inputs(0))
+        self.write(self.old or self.case.inputs(0))
         try:
             worker.ask("warm_up")
         except Rejected as failed:
@@ -138,14 +144,14 @@ class Ring:
         for i in range(samples.calls):
             self.write(self.fresh[i] if self.keeps else self.draws[i]())
             reply = worker.ask("time", flushes=flushes)
-            ms, forms = reply.get("ms"), reply.get("forms")
-            if not isinstance(ms, float) or not 0 < ms < math.inf or not isinstance(forms, list):
+            ms = reply["ms"]
+            if not 0 < ms < math.inf:
                 raise Rejected(f"claims that a call took {ms} milliseconds")
             claimed.append(ms)
             taken += 1e3 * (worker.answered - worker.asked)
             if place is not None and i == looked_at:
-                given = [x.clone() for x in places_of([str(form) for form in forms], self.answers)]
-                kept.put(place, (forms, given, self.draws[i]))
+                given = [x.clone() for x in places_of(reply["forms"], self.answers)]
+                kept.put(place, (reply["forms"], given, self.draws[i]))
         samples.ms[name].append(sum(claimed) / len(claimed))
         samples.beyond[name].append(taken - sum(claimed))
         return claimed
@@ -193,26 +199,21 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
 
 
 def look_at(case: Case, request: Request, name: str, forms: list, given: list, draw: Callable) -> None:
-    """Raises Rejected where a timed answer is wrong; eager's errors do not count."""
+    """Raises Rejected where a timed answer is wrong; eager's errors against float64 do not count."""
     with of_the_model(case.precision):
         (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
-    errors = case.errors
-    if name == "eager":
-        case.errors = {}
     try:
-        inspect(case, request, expected, forms, given, draw, case.model)
+        inspect(case, replace(request, both_gates=name == "new"), expected, forms, given, draw, case.model)
     except Rejected as found:
         raise found if name == "new" else Rejected(f"eager's timed answers are not the Model's: {found}") from found
-    finally:
-        case.errors = errors
 
 
 def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:
     """Each contender is given what is timed, which may make it compile; how often a GPU's cache is flushed."""
     samples = Samples()
-    for name, worker in list(case.workers.items()):
+    for name in list(case.workers):
         try:
-            samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
+            samples.ready[name] = ring.hand_out(name, seconds / 10)
         except Rejected as failed:
             case.drop(name, failed)
     samples.ms, samples.beyond = ({name: [] for name in case.workers} for _ in range(2))

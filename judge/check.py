@@ -13,21 +13,21 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from math import nan
+from math import inf, nan
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from judge import gates, switches
-from judge.answers import RANDOM, REUSED, Answer, How, Names, Request, answers_of, bytes_of, same_bits, tensors_of
-from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, requests_after
+from judge.answers import RANDOM, REUSED, Answer, How, Own, Request, answers_of, bytes_of, same_bits, tensors_of
+from judge.requests import LAYOUTS, REQUESTS, Inputs, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
-from judge.worker import GARBLED, Rejected, Worker, settle, shared, state_of
+from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of
 
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
-LARGE_BYTES = 2 << 30  # an answer beyond which no request is put that takes many of them at once
+LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no larger inputs and answer
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -50,7 +50,6 @@ class Case:
 
     problem: Problem
     device: str
-    by_ipc: bool  # how tensors reach the workers
     dtype: torch.dtype
     precision: str
     batch: int | None
@@ -63,11 +62,12 @@ class Case:
     model: torch.nn.Module | None = None
     initial: dict[str, torch.Tensor] = field(default_factory=dict)  # its state when it was made
     made_from: int = 0  # the seed of its weights
-    own: dict[str, str] | None = None  # the candidate's name of each tensor (`Names`); {}: made from the same seed
+    own: Own = None  # the candidate's name of each of the Model's tensors; {}: made from the same seed
     fits: bool = False  # the candidate's state_dict has the Model's names and no others, and is made with its values
     graphs: bool = False  # the candidate captures CUDA graphs
     constant: bool = False  # the Model's answer is the same whatever it is given
-    is_large: bool = False  # a few of its inputs and answers fill a GPU's memory
+    shapes: list[list[int]] = field(default_factory=list)  # of the inputs
+    small_batch: int | None = None  # the batch of all requests but the gates'
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Case:
                 x.mul_(factor)
 
     def share(self, tensors):
-        return tree_map_only(torch.Tensor, partial(shared, by_ipc=self.by_ipc), tensors)
+        return tree_map_only(torch.Tensor, shared, tensors)
 
     def state(self, model: torch.nn.Module) -> dict:
         return self.share({name: x for name, x in model.state_dict().items()})
@@ -111,14 +111,15 @@ class Case:
             self.texts[path] = path.read_text()
         problem = self.problem.path, self.problem.constants, self.problem.text
         made = {"level": self.precision, "dtype": self.dtype, "seed": self.made_from, "examine": examine}
-        reply = worker.ask("load", path=path, text=self.texts[path], problem=problem, **made)
-        if new_path and not examine:
-            worker.ask("called", own=self.own)
-        return reply
+        return worker.ask("load", path=path, text=self.texts[path], problem=problem, **made)
+
+    def call(self, role: str, request: Request, states: list, sets: list, places: list) -> dict:
+        own = self.own if role == "new" else None
+        return self.workers[role].ask("call", request=request, own=own, states=states, sets=sets, answers=places)
 
     def answers(self, model: torch.nn.Module, sets: list, request: Request) -> list[Answer]:
         """A Model's; without its weights' gradients and its state, where the candidate's could not be matched."""
-        return answers_of(model, sets, request, Names({} if self.own == {} else None))
+        return answers_of(model, sets, request, {} if self.own == {} else None)
 
     def drop(self, name: str, failed: Rejected) -> None:
         """A baseline that fails leaves, with a note. Without eager or the candidate there is nothing to judge."""
@@ -142,8 +143,9 @@ class Case:
     def plain(self, model: torch.nn.Module, inputs: list, request: Request, dtype: torch.dtype | None = None) -> dict:
         """What a copy of the Model, in this dtype, answers to a single call, by name."""
         with switches.kept(self.precision):
-            model = cast(copy.deepcopy(model), dtype or self.dtype).train(request.mode == "train")
-            return self.answers(model, [inputs], replace(request, order=(0,), how=How.PLAINLY))[0].leaves
+            model = cast(copy.deepcopy(model), dtype or self.dtype).train(How.TRAIN in request.how)
+            request = replace(request, order=(0,), how=request.how & ~How.POISONED)
+            return self.answers(model, [inputs], request)[0].leaves
 
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
@@ -152,9 +154,14 @@ class Case:
         try:
             inputs = tree_map_only(torch.Tensor, partial(to_dtype, dtype=torch.float64), inputs)
             return self.plain(model, inputs, request, torch.float64)
-        except Exception as error:  # a Model for one dtype, or too little memory
+        except Exception as error:  # a Model for one dtype, say
+            if isinstance(error, torch.OutOfMemoryError) and self.may_be_smaller():
+                raise
             self.notes.append(f"gate 2 was not applied to every answer: in float64 the Model raised {last_line(error)}")
             return None
+
+    def may_be_smaller(self) -> bool:
+        return self.device == "cuda" and (self.batch or 0) > 1
 
     def tolerance(self, x: torch.Tensor) -> float:
         """Of gate 1. What is rounded more coarsely than the run's dtype may differ by a few of its ulps."""
@@ -190,34 +197,20 @@ def start(case: Case, new_path: Path) -> float:
     comparable(case)
     worker = case.workers["new"]
     reply = case.load(worker, new_path, examine=True)
-    try:
-        theirs = {name: rest for name, *rest in state_of(case.model)}
-        mine = {str(name): [str(each) for each in rest] for name, *rest in reply["state"]}
-        if any(len(rest) != 3 for rest in mine.values()):
-            raise ValueError
-    except (ValueError, TypeError, KeyError):
-        raise Rejected(GARBLED) from None
-    for each in reply["lacks"]:
-        if not model_lacks(case.model):
-            case.lacks(str(each))
+    theirs, mine = ({name: rest for name, *rest in state} for state in (state_of(case.model), reply["state"]))
+    with contextlib.suppress(Exception):  # nobody need be pickled or copied where the Model cannot be
+        pickle.dumps(case.model)
+        copy.deepcopy(case.model)
+        for each in reply["lacks"]:
+            case.lacks(each)
     if reply["class"] != "ModelNew":
         case.notes.append("it has no ModelNew; its class Model was taken")
     case.own = matched(case, theirs, mine)
-    worker.ask("called", own=case.own)
     return reply["seconds"]
 
 
-def model_lacks(model: torch.nn.Module) -> bool:
-    try:
-        pickle.dumps(model)
-        copy.deepcopy(model)
-    except Exception:
-        return True
-    return False
-
-
-def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> dict[str, str] | None:
-    """The candidate's names of the Model's tensors, as `Names` has them. What differs is no drop-in."""
+def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> Own:
+    """The candidate's names of the Model's tensors. What differs is no drop-in."""
     fit = all(name in mine and mine[name][0] == form for name, (form, _, _) in theirs.items())
     if fit:
         extra = [name for name in mine if name not in theirs]
@@ -235,12 +228,10 @@ def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> dict[
     own, left = {}, dict(mine)
     for name, (form, bits, kind) in theirs.items():
         alike = [each for each, rest in left.items() if rest[:2] == [form, bits]]
-        best = sorted(
-            alike, key=lambda each: (each != name, each.split(".")[-1] != name.split(".")[-1], mine[each][2] != kind)
-        )
-        if best:
-            own[name] = best[0]
-            del left[best[0]]
+        apart = lambda each: (each != name, each.split(".")[-1] != name.split(".")[-1], mine[each][2] != kind)  # noqa: E731
+        if alike:
+            own[name] = min(alike, key=apart)
+            del left[own[name]]
     names = f"its parameters are named {some(mine)}, the Model's {some(theirs)}" if mine else "it has no parameters"
     if len(own) == len(theirs):
         case.lacks(names)
@@ -254,20 +245,35 @@ def some(names) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
+def smaller(batch: int | None, nbytes: int, most: float) -> int | None:
+    """The batch, halved until its share of these bytes, which are those of the whole batch, is no more than `most`."""
+    small = batch
+    while small and small > 2 and nbytes * small / batch > most:
+        small //= 2
+    return small
+
+
 def comparable(case: Case) -> None:
     """Raises Rejected if the Model's answers are no measure of the candidate's."""
-    coarsest = gates.Coarsest()
+    inputs, coarsest = case.inputs(0), gates.Coarsest()
+    case.shapes, nbytes = [list(x.shape) for x in tensors_of(inputs)], bytes_of(inputs)
     with of_the_model(case.precision):
-        first = answers_of(case.model, [case.inputs(0)], Request(""))[0]
+        (first,) = answers_of(case.model, [inputs], Request(""))
+        del inputs  # gigabytes, maybe
         with coarsest:
-            again = answers_of(case.model, [case.inputs(0)], Request(""))[0]
-        other = answers_of(case.model, [case.inputs(1)], Request(""))[0]
+            (again,) = answers_of(case.model, [case.inputs(0)], Request(""))
+        (other,) = answers_of(case.model, [case.inputs(1)], Request(""))
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
     case.constant = all(same_bits(x, y) for x, y in pairs)
-    case.is_large = bytes_of(first.leaves) > LARGE_BYTES
-    few = case.batch and min(case.batch, 4)
-    case.inputs_are = inputs_of([case.inputs(700 + i, few) for i in range(3)])
+    most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
+    case.small_batch = smaller(case.batch, nbytes + bytes_of(first.leaves), most)
+    if case.small_batch != case.batch:
+        why = "a request may need several answers in the GPU's memory"
+        case.notes.append(f"batch {case.small_batch} in all but the gates and the timing: {why}")
+    least = case.batch and min(case.batch, 4)
+    draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
+    case.inputs_are = [Inputs(each) for each in zip(*draws)]
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
             raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
@@ -280,10 +286,10 @@ def check(case: Case, direction: str, after: bool = False) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
     if not after:
         seeds(case, direction)
-    asked = requests_after(case.device, case.batch, direction) if after else REQUESTS.get(direction, [])
+    asked = requests_after(case.device, case.small_batch, direction) if after else REQUESTS.get(direction, [])
     for seed, request in enumerate(asked, 20):
         case.tell(f"checking {direction}: {request.when}")
-        ask(case, replace(request, seed=seed))
+        ask(case, replace(request, seed=seed, batch=case.small_batch if request.batch is None else request.batch))
 
 
 def over_limit(case: Case) -> list[str]:
@@ -304,7 +310,6 @@ def seeds(case: Case, direction: str) -> None:
         if not case.own or case.fits and not refuses or not case.workers["new"].alive():
             raise
         own, case.own = case.own, {}
-        case.workers["new"].ask("called", own={})
         try:
             both_gates(case, direction)
         except Rejected:
@@ -327,7 +332,7 @@ def both_gates(case: Case, direction: str) -> None:
                 case.model.load_state_dict(case.initial)
                 perturb(case.model, case.seed + seed)
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
-            plain = Request(f"asked with seed {seed}", direction, seed, gates=2, how=loaded)
+            plain = Request(f"asked with seed {seed}", direction, seed, loaded, both_gates=True)
             try:
                 ask(case, replace(plain, when=f"from memory full of NaN, seed {seed}", how=How.POISONED | loaded))
             except Rejected as poisoned:
@@ -345,23 +350,20 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
-    must = request.gates == 2 and request.mode != "train"
+    must = request.both_gates and How.TRAIN not in request.how
     if How.THREADS in request.how and any(REUSED in why for why in case.no_dropin):
         return
     if case.graphs and request.how & (How.MOVED | How.THREADS):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
-    asks_for_many = request.how & (How.THREADS | How.REPEATED) or (request.batch or 0) > 2 * (case.batch or 0)
-    if case.is_large and asks_for_many:
-        return
-    errors = {name: each for name, each in case.errors.items()}
+    errors = dict(case.errors)
     try:
         put(case, request, must)
-        if request.mode == "train" and (wrong := over_limit(case)):
+        if How.TRAIN in request.how and (wrong := over_limit(case)):
             reject(request, wrong)
     except (Rejected, torch.OutOfMemoryError) as raised:
-        error = raised if isinstance(raised, Rejected) else Rejected(last_line(raised), kind="memory")
-        if error.kind == "raised" and request.refusal == "no drop-in":
+        error = as_rejected(raised)
+        if error.kind == "raised" and request.may_refuse:
             case.lacks(f"refuses {request.when}: {error}")
         elif error.kind in ("raised", "crashed"):
             reject(request, [*error.args], error.kind)
@@ -369,20 +371,20 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
             case.notes.append(f"not asked for want of memory: {request.when}")
         elif error.kind == "uncertain" and draws > 1:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
-        elif error.kind in ("wrong", "uncertain") and request.mode == "train" and as_in_eval(case, request):
+        elif error.kind in ("wrong", "uncertain") and How.TRAIN in request.how and as_in_eval(case, request):
             case.lacks("has no training mode: it answers as in eval mode")
-        elif error.kind in ("wrong", "uncertain") and request.values == "no drop-in":
+        elif error.kind in ("wrong", "uncertain") and request.may_differ:
             case.lacks(str(error.args[0]))
         else:
             raise error from raised
-    if request.mode == "train":
+    if How.TRAIN in request.how:
         case.errors = errors
     settle(case.device)
 
 
 def as_in_eval(case: Case, request: Request) -> bool:
     try:
-        put(case, replace(request, mode="eval", gates=1, how=request.how | How.TRAINING), False)
+        put(case, replace(request, both_gates=False, how=request.how & ~How.TRAIN | How.IGNORED), False)
     except Rejected:
         return False
     return True
@@ -409,12 +411,12 @@ def put(case: Case, request: Request, must: bool) -> None:
     given = case.share(sets)
     if How.CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
         try:
-            question(case, "eager", request, [case.state(model)] * 2, given, [[]])
-        except Rejected:
+            case.call("eager", request, [case.state(model)] * 2, given, [[]])
+        except (Rejected, KeyError):  # with --profile there is no eager
             return
     try:  # a copy: a call may change what the module holds, as running means
         with request.memory(case.device), of_the_model(case.precision):
-            expected = case.answers(copy.deepcopy(model).train(request.mode == "train"), sets, request)
+            expected = case.answers(copy.deepcopy(model).train(How.TRAIN in request.how), sets, request)
     except Rejected as error:
         if must or error.kind == "memory":
             raise
@@ -429,18 +431,20 @@ def put(case: Case, request: Request, must: bool) -> None:
         perturb(other, request.seed + 1)
         states[1] = case.state(other)
     settle(case.device)
-    reply = question(case, "new", replace(request, change=None, weights=None), states, given, places)
+    reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
+    if len(reply["forms"]) != len(places):
+        raise Rejected(GARBLED)
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
     for known in (RANDOM, REUSED):
         for what in [what for what in wrong if what.startswith(known)]:
             case.lacks(what)
             wrong.remove(what)
-    if request.mode == "train" and RANDOM in expected[0].did and RANDOM not in reply["did"]:
+    if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["tree"] != expected[0].tree:
         wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
     reject(request, wrong)
-    case.graphs |= reply.get("graphs") is True
+    case.graphs |= reply["graphs"]
     if REUSED in reply["did"] and REUSED not in expected[0].did and How.CLONED not in request.how:
         return put(case, replace(request, how=request.how | How.CLONED), must)
 
@@ -448,18 +452,6 @@ def put(case: Case, request: Request, must: bool) -> None:
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
     if len(request.order) > 2 and not expected[0].did and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
-
-
-def question(case: Case, role: str, request: Request, states: list, given: list, places: list) -> dict:
-    """The reply of a process, of the form that it must have."""
-    reply = case.workers[role].ask("call", request=request, states=states, sets=given, answers=places)
-    try:
-        texts = [*reply["did"], reply["tree"], *(form for forms in reply["forms"] for form in forms)]
-        if not all(isinstance(text, str) for text in texts) or len(reply["forms"]) < len(places):
-            raise TypeError
-    except (KeyError, TypeError):
-        raise Rejected(GARBLED) from None
-    return reply
 
 
 def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
@@ -489,19 +481,19 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(gates.as_numbers, (new, eager)))
         if not gates.are_close(new, eager, tolerance, scale):
             new = torch.where(unclear()[name], eager, new) if name in unclear() else new
-        elif request.gates == 1:
+        elif not request.both_gates:
             continue
         right = exact() if inexact else None
         found = gates.compare(new, eager, right and right[name], tolerance, scale)
-        if request.gates == 2 and inexact and (right or case.dtype == torch.float64):
+        if request.both_gates and inexact and (right or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, gates.Errors()) + found
         if not found.far:
             continue
         if right and (gates.as_numbers(new).isnan() == gates.as_numbers(eager).isnan()).all():
             close = gates.are_close(new, right[name], tolerance, gates.scale_of(name, right[name]))
-            if close or (request.gates == 1 and not [*found.over_limit(case.eps)]):
+            if close or (not request.both_gates and not [*found.over_limit(case.eps)]):
                 continue  # the Model is far off itself
-            uncertain += request.gates == 1
+            uncertain += not request.both_gates
         allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
         place, mine, theirs = found.worst_of(new, eager)
         said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
@@ -509,21 +501,15 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong")
 
 
-def inspect_forms(case: Case, request: Request, answer: Answer, forms: list[str]) -> None:
+def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> None:
     """Other strides are no drop-in; so are outputs that want no gradient, where gradients are not what is judged."""
     wrong = []
-    for name, mine, theirs in zip(answer.leaves, forms, answer.forms):
-        if mine == theirs:
-            continue
-        mine, _, my_grad = mine.partition(", requires_grad ")
-        theirs, _, grad = theirs.partition(", requires_grad ")
+    for name, (mine, my_strides, my_grad), (theirs, strides, grad) in zip(answer.leaves, forms, answer.forms):
         if my_grad != grad:
-            if request.gates == 2 and request.direction != "forward" or RANDOM in answer.did:
+            if request.both_gates and request.direction != "forward" or RANDOM in answer.did:
                 wrong.append(f"{name} has requires_grad {my_grad}, the Model's {grad}")
             else:
                 case.lacks(f"{name} has requires_grad {my_grad}, the Model's {grad}")
-        mine, _, my_strides = mine.partition(", stride ")
-        theirs, _, strides = theirs.partition(", stride ")
         if mine != theirs:
             wrong.append(f"{name} is {mine}, the Model's is {theirs}")
         elif my_strides != strides and not any(why.startswith(f"{name} has the strides") for why in case.no_dropin):

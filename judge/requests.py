@@ -14,10 +14,10 @@ from math import inf, nan
 
 import torch
 
-from judge.answers import How, Request, tensors_of
+from judge.answers import How, Request
 
 secret = random.SystemRandom()  # numbers that no candidate foresees
-LOOKED_AT = 1 << 22  # elements of an input
+LOOKED_AT = 1 << 22  # elements of an input, to see what it is
 FEW = 8  # values: of more a request makes others
 
 
@@ -25,19 +25,21 @@ class Inputs:
     """What an input, a tensor, is in all of some draws."""
 
     def __init__(self, draws: list[torch.Tensor]):
+        draws = [part(x) for x in draws]
         first = draws[0]
         kind = first.dtype
         self.floating = first.is_floating_point() and kind.itemsize > 1
         numbers = not first.is_complex() and first.layout == torch.strided and first.numel() and first.dim()
         draws = [x.double() for x in draws] if numbers and (self.floating or kind != torch.bool) else []
-        self.low, self.high = (
-            (min(float(x.min()) for x in draws), max(float(x.max()) for x in draws)) if draws else (0, 0)
-        )
+        self.low = min((float(x.min()) for x in draws), default=0.0)
+        self.high = max((float(x.max()) for x in draws), default=0.0)
         every = lambda holds: bool(draws) and all(holds(x) for x in draws)  # noqa: E731
-        ends = draws[0].dim() and draws[0].shape[-1] > 1 if draws else False
+        ends = bool(draws) and draws[0].shape[-1] > 1
         self.equal = every(lambda x: x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()))
         self.whole = self.floating and not self.equal and every(lambda x: bool((x == x.round()).all()))
-        self.few = self.floating and not self.equal and every(lambda x: x.numel() > FEW and len(x.unique()) <= FEW)
+        few = lambda x: x.numel() > FEW and len(x.unique()) <= FEW  # noqa: E731
+        few_of_some = every(lambda x: few(x.reshape(-1)[: 1 << 12]))  # of all it takes a second to see
+        self.few = self.floating and not self.equal and few_of_some and every(few)
         self.sorted = not self.equal and every(lambda x: ends and bool((x.diff(dim=-1) >= 0).all()))
         self.symmetric = not self.equal and every(
             lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)
@@ -54,7 +56,7 @@ class Inputs:
 
     def changed(self, x: torch.Tensor, change: Callable) -> bool:
         """Changes it in place, as far as it stays what it is; whether it is another now."""
-        if change is integers:
+        if change is Inputs.other_integers:
             return self.other_integers(x)
         if not self.floating or self.few or not x.numel():
             return False
@@ -92,6 +94,11 @@ class Inputs:
         return not torch.equal(before, x)
 
 
+def part(x: torch.Tensor) -> torch.Tensor:
+    """Of a large tensor the first rows."""
+    return x[: max(1, LOOKED_AT * len(x) // x.numel())] if x.dim() and x.numel() > LOOKED_AT else x
+
+
 def signs(model: torch.nn.Module) -> None:
     """About half of the parameters' values get the other sign; buffers, a variance say, keep theirs."""
     for parameter in model.parameters():
@@ -116,12 +123,8 @@ def fill_two(x: torch.Tensor, value: float) -> None:
         x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
 
 
-def integers(x: torch.Tensor) -> None:
-    """Stands for Inputs.other_integers."""
-
-
-LENIENT = {"values": "no drop-in", "refusal": "no drop-in"}
-MAY_REFUSE = {"refusal": "no drop-in"}
+LENIENT = {"may_differ": True, "may_refuse": True}
+MAY_REFUSE = {"may_refuse": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
 LAYOUTS = {
@@ -141,15 +144,15 @@ REQUESTS = {
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
         Request("with gradients recorded", direction="forward_recorded"),
-        Request("in inference mode", mode="inference"),
-        Request("in training mode", mode="train", gates=2, **MAY_REFUSE),
+        Request("in inference mode", how=How.INFERENCE),
+        Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("values whose mean is large", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
         FINITE("values far below 0", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
-        FINITE("other integers and masks", change=integers),
+        FINITE("other integers and masks", change=Inputs.other_integers),
         Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
         Request(
             "infinities of both signs in each input", change=partial(fill_two, value=inf), any_infinite=True, **LENIENT
@@ -157,14 +160,14 @@ REQUESTS = {
     ],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
-        BOTH("a second backward pass of one graph", passes=2, **MAY_REFUSE),
+        BOTH("a second backward pass of one graph", how=How.TWICE, **MAY_REFUSE),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
-        BOTH("only the last output in the loss, every second parameter frozen", in_part=True),
-        BOTH("in training mode", mode="train", gates=2, **MAY_REFUSE),
+        BOTH("only the last output in the loss, every second parameter frozen", how=How.IN_PART),
+        BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         replace(SIGNS, direction="forward_backward"),
-        BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
-        BOTH("an incoming gradient that is a slice", incoming="sliced", **MAY_REFUSE),
+        BOTH("an incoming gradient that is expanded", how=How.EXPANDED, **MAY_REFUSE),
+        BOTH("an incoming gradient that is a slice", how=How.SLICED, **MAY_REFUSE),
     ],
 }
 
@@ -184,14 +187,3 @@ def requests_after(device: str, batch: int | None, direction: str) -> Iterator[R
             yield of(f"batch {other}", batch=other, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
         yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)
-
-
-def part(x: torch.Tensor) -> torch.Tensor:
-    """Of a large tensor the first rows, which are looked at."""
-    rows = max(1, LOOKED_AT * len(x) // x.numel()) if x.dim() and x.numel() > LOOKED_AT else None
-    return x[:rows]
-
-
-def inputs_of(draws: list) -> list[Inputs]:
-    """Of several draws of a Model's inputs what each tensor is."""
-    return [Inputs([part(x) if x.dim() else x for x in each]) for each in zip(*map(tensors_of, draws))]

@@ -9,7 +9,6 @@ import textwrap
 
 from judge.bench import AMBIGUOUS, FASTER, SLOWER
 from judge.record import BUILD, DROP_IN, RIGHT, WRONG, Result
-from judge.worker import COMPILE_MODES
 
 COLUMNS = 100
 COLOURS = {DROP_IN: 32, RIGHT: 33, WRONG: 31, BUILD: 31, FASTER: 32, SLOWER: 31, AMBIGUOUS: 33}
@@ -19,7 +18,7 @@ DIRECTIONS = {
     "forward_backward": "forward + backward",
 }
 SHORT = {"forward": "forward", "forward_recorded": "recorded", "forward_backward": "fwd + bwd"}
-ORDER = ("new", "eager", *COMPILE_MODES)
+ORDER = ("new", "eager", "compile")
 MARKS = {FASTER: "+", SLOWER: "-", AMBIGUOUS: "~"}
 RULE = (
     "FASTER: the whole 95% interval of the speed-up is above 1.0; SLOWER: it is below 1.0; AMBIGUOUS: the interval "
@@ -113,32 +112,28 @@ def show(run: Result) -> None:
 
 def summary(runs: list[Result]) -> list[str]:
     """A row a record; what all records have in common is left out."""
-    baselines = [name for name in ORDER if any(name in run.speedup for run in runs)]
-    parts = [lambda run: run.dtype, lambda run: "TF32" if run.precision == "high" else "strict"]
-    parts += [lambda run: SHORT[run.direction], lambda run: ", ".join("x".join(map(str, s)) for s in run.shapes)]
-    varied = [
-        part for i, part in enumerate(parts) if len({part(run) for run in runs}) > 1 and (i < 3 or is_sweep(runs))
-    ]
-    plain = [any(note.startswith("plain path") for note in run.notes) for run in runs]
-    rows = [
-        ["verdict", "pair", *[""] * len(varied), "ModelNew", *(f"x {name}" for name in baselines), *[""] * any(plain)]
-    ]
-    for run, is_plain in zip(runs, plain):
-        times = [f"{run.ms['new']:.4g} ms" if run.ms else "-"]
-        for name in baselines:
-            has = name in run.speedup
-            times.append(f"{run.speedup[name]:.2f} {MARKS[run.verdict[name]]}" if has else "-")
-        remark = ["=" if is_plain else ""] * any(plain)
-        rows.append([run.status, run.model, *(part(run) for part in varied), *times, *remark])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    over = max(0, sum(widths) + 2 * len(widths) - 2 - COLUMNS)  # the shapes, if any, give way
-    if varied and over:
-        widths[1 + len(varied)] = max(8, widths[1 + len(varied)] - over)
+    columns = [["verdict", *(run.status for run in runs)], ["pair", *(run.model for run in runs)]]
+    parts = [[run.dtype for run in runs], ["TF32" if run.precision == "high" else "strict" for run in runs]]
+    parts.append([SHORT[run.direction] for run in runs])
+    shapes = [", ".join("x".join(map(str, shape)) for shape in run.shapes) for run in runs]
+    if len({*zip(columns[1][1:], shapes)}) > len({*columns[1][1:]}):  # they differ within a pair
+        parts.append(shapes)
+    columns += [["", *part] for part in parts if len({*part}) > 1]
+    left = len(columns)
+    columns.append(["ModelNew", *(f"{run.ms['new']:.4g} ms" if run.ms else "-" for run in runs)])
+    for name in ORDER:
+        cells = [f"{run.speedup[name]:.2f} {MARKS[run.verdict[name]]}" if name in run.speedup else "-" for run in runs]
+        columns += [[f"x {name}", *cells]] * any(name in run.speedup for run in runs)
+    plain = ["=" * any(note.startswith("plain path") for note in run.notes) for run in runs]
+    columns += [["", *plain]] * any(plain)
+    widths = [max(map(len, column)) for column in columns]
+    over = max(0, sum(widths) + 2 * len(widths) - 2 - COLUMNS)
+    if left > 2 and over:  # the shapes, if any, give way
+        widths[left - 1] = max(8, widths[left - 1] - over)
     lines = []
-    for row in rows:
+    for row in zip(*columns):
         cells = [
-            f"{cell[:width]:{'<' if i < 2 + len(varied) else '>'}{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths))
+            f"{cell[:width]:{'<' if i < left else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths))
         ]
         cells[0] = paint(cells[0], COLOURS.get(row[0]))
         lines.append("  ".join(cells).rstrip())
@@ -147,8 +142,3 @@ def summary(runs: list[Result]) -> list[str]:
     ]
     legend += ["= plain path: the Model's own layers"] * any(plain)
     return lines + ["", ", ".join(legend)] * bool(legend)
-
-
-def is_sweep(runs: list[Result]) -> bool:
-    """The shapes differ within a pair."""
-    return len({(run.model, str(run.shapes)) for run in runs}) > len({run.model for run in runs})

@@ -60,14 +60,6 @@ def flag(name: str, of: str) -> Switch:
     return Switch(name, getattr(torch._C, f"_get_{of}"), getattr(torch._C, f"_set_{of}"))
 
 
-def deterministic() -> list:
-    return [torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()]
-
-
-def put_deterministic(was: list) -> None:
-    torch._C._set_deterministic_algorithms(was[0], warn_only=was[1])
-
-
 def stream() -> int:
     return torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
 
@@ -77,18 +69,13 @@ def put_stream(was: int) -> None:
         torch.cuda.set_stream(torch.cuda.ExternalStream(was) if was else torch.cuda.default_stream())
 
 
-def put_autocast(was: list) -> None:
-    for kind, value in zip(("cuda", "cpu"), was):
-        torch.set_autocast_enabled(kind, value)
-
-
 C = torch._C
 SWITCHES = [
     Switch("TF32, the precision of float32 products", precision, put_precision),
     flag("cuDNN's benchmark mode", "cudnn_benchmark"),
     flag("whether cuDNN is used", "cudnn_enabled"),
     flag("whether cuDNN is deterministic", "cudnn_deterministic"),
-    Switch("determinism", deterministic, put_deterministic),
+    flag("whether only deterministic kernels are used", "deterministic_algorithms"),
     flag("the filling of new memory", "deterministic_fill_uninitialized_memory"),
     Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Switch("whether gradients are recorded", torch.is_grad_enabled, C._set_grad_enabled),
@@ -96,7 +83,12 @@ SWITCHES = [
     Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
     flag("mkldnn", "mkldnn_enabled"),
     Switch("the flushing of denormal numbers", lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
-    Switch("autocast", lambda: [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")], put_autocast),
+    *(
+        Switch(
+            f"autocast of {kind}", partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+        )
+        for kind in ("cuda", "cpu")
+    ),
     Switch("reduced precision within half-precision products", C._get_cublas_allow_fp16_reduced_precision_reduction),
     Switch("the cores this process may use", lambda: sorted(os.sched_getaffinity(0)), partial(os.sched_setaffinity, 0)),
     Switch("the trace or profile function", lambda: [repr(sys.gettrace()), repr(sys.getprofile())]),

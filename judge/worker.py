@@ -39,7 +39,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -50,15 +50,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.answers import (
     How,
-    Names,
+    Own,
     Request,
     answers_of,
     compared,
     form_of,
     normal_like,
+    parameters_by_name,
     places_of,
     roots_of,
     same_bits,
+    state_by_name,
     tensors_of,
     wanted_of,
 )
@@ -67,11 +69,20 @@ from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line,
 from judge.switches import Switches
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
-COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}  # a graph's inputs must not move
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 AWAKE_BYTES = 1 << 20  # on a CPU written by the contender itself, so that the threads of its pool run again
 MOST_REPEATS, REPEAT_SECONDS = 200, 0.4  # of a call that may race
 GARBLED = "wrote something of its own into the pipe of its answers"
+# The form of the reply to a command, a list being of any length: a candidate may write replies of its own.
+FORM = ("", [0], "")
+REPLIES = {
+    "failed": {"kind": "", "wrong": [""]},
+    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""]},
+    "call": {"forms": [[FORM]], "tree": "", "did": [""], "graphs": True},
+    "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
+    "time": {"ms": 0.0, "forms": [FORM]},
+    "profile": {"table": ""},
+}
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Contenders are forked from a server that never initialises CUDA. It has loaded torch, and what autograd.grad imports
@@ -91,6 +102,12 @@ class Rejected(Exception):
         self.kind = kind
 
 
+def as_rejected(raised: Rejected | torch.OutOfMemoryError) -> Rejected:
+    """Without its traceback: whoever keeps it in a variable would keep gigabytes of its functions' tensors, too."""
+    raised = raised.with_traceback(None)
+    return raised if isinstance(raised, Rejected) else Rejected(last_line(raised), kind="memory")
+
+
 def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch.Tensor:
     """A copy in a storage that new(nbytes) makes, with the same shape, strides and storage offset."""
     nbytes = x.untyped_storage().nbytes()
@@ -100,9 +117,19 @@ def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch
     return torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
-def shared(x: torch.Tensor, by_ipc: bool) -> torch.Tensor:
-    """A copy that another process can open: on the GPU by CUDA IPC, on the host as a file without a name."""
-    if by_ipc and x.is_cuda:
+@cache
+def has_ipc() -> bool:
+    """Whether other processes can open this one's memory of the GPU."""
+    try:
+        torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
+    except RuntimeError:
+        return False
+    return True
+
+
+def shared(x: torch.Tensor) -> torch.Tensor:
+    """A copy that another process can open: on the GPU by CUDA IPC, elsewhere as a file without a name."""
+    if x.is_cuda and has_ipc():
         return copied(x, partial(torch.UntypedStorage, device=x.device))
     file = os.memfd_create("judge")  # in a container /dev/shm, which PyTorch takes, may be small
     copy = copied(x, partial(torch.UntypedStorage.from_file, f"/proc/{os.getpid()}/fd/{file}", True))
@@ -154,7 +181,7 @@ class Contender:
     def __init__(self, role: str, device: str):
         self.role, self.device, self.gpu, self.switches = role, device, device == "cuda", Switches()
         self.wait = torch.cuda.synchronize if self.gpu else lambda: None
-        self.cls, self.names, self.said = None, Names(), []
+        self.cls, self.said = None, []
         self.cycles_of_ms = 0.0  # of torch.cuda._sleep, once measured
         self.graphs = False  # whether a CUDA graph was captured, by whatever function of PyTorch's
         self.rest()
@@ -165,22 +192,18 @@ class Contender:
             return begin(*arguments, **options)
 
         torch.cuda.CUDAGraph.capture_begin = capture_begin
-        if role in COMPILE_MODES:
+        if role == "compile":
             importlib.import_module("torch._inductor.compile_fx")  # while the judge does other things
 
     def load(self, path: Path, text: str, problem: tuple, level: str, dtype, seed: int, examine: bool) -> dict:
         """Imports a contender's file, which builds it if need be; makes two instances of its module."""
         self.rest()
         set_precision(level)
-        self.switches, self.modules, begin = Switches(), [], perf_counter()
-        if self.role == "new":
-            module = load(path, text)
-            seconds = perf_counter() - begin
-            self.problem = Problem(*problem)
-            vars(module).update(self.problem.constants)
-        else:
-            self.problem = Problem(*problem)
-            module, seconds = self.problem.module, 0.0
+        self.switches = Switches()
+        self.problem, begin = Problem(*problem), perf_counter()
+        module = load(path, text) if self.role == "new" else self.problem.module
+        seconds = perf_counter() - begin
+        vars(module).update(self.problem.constants)
         said = self.switches.put_back()
         name = "ModelNew" if self.role == "new" else "Model"
         if not hasattr(module, name) and isinstance(getattr(module, "Model", None), type):
@@ -190,8 +213,8 @@ class Contender:
             torch._dynamo.reset()
         lacks = self.remake(seed, examine)
         self.timed = self.modules[0]
-        if self.role in COMPILE_MODES:
-            self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
+        if self.role == "compile":
+            self.timed = torch.compile(self.timed, dynamic=False)
         said += self.switches.put_back()
         state = [*state_of(self.modules[0])]
         return {"seconds": seconds, "state": state, "class": name, "lacks": lacks, "switched": said}
@@ -201,7 +224,7 @@ class Contender:
 
         With `other` the second is made from another seed.
         """
-        lacks = []
+        lacks, copies = [], []
         make = lambda seed: cast(self.problem.make(self.cls, seed), self.dtype, self.device)  # noqa: E731
         made = make(seed if other is None else other)
         if examine:
@@ -209,7 +232,6 @@ class Contender:
                 pickle.dumps(made)
             except Exception as error:
                 lacks.append(f"cannot be pickled: {last_line(error)}")
-        self.modules = [None, made]
         if is_compiled(made):
             lacks.append(
                 "keeps a function of torch.compile: a copy.deepcopy of it computes with the original's weights"
@@ -217,12 +239,11 @@ class Contender:
         elif other is None:
             try:
                 with torch.no_grad():
-                    self.modules = [copy.deepcopy(made), made, copy.deepcopy(made)]
+                    copies = [copy.deepcopy(made), copy.deepcopy(made)]
             except Exception as error:
                 lacks.append(f"copy.deepcopy does not copy it: {last_line(error)}")
-        if self.modules[0] is None:
-            self.modules[0] = make(seed)
-        self.timed = self.modules[0]
+        first, *last = copies or [make(seed)]
+        self.modules = [first, made, *last]
         return lacks
 
     def made(self, seed: int) -> dict:
@@ -230,39 +251,34 @@ class Contender:
         self.remake(seed, other=seed + 1)
         return {"switched": self.switches.put_back()}
 
-    def called(self, own: dict | None) -> None:
-        """What the judge calls this module's tensors."""
-        self.names = Names(own)
-
-    def rest(self, given=None) -> None:
+    def rest(self) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
         self.inputs, self.answers, self.incoming, self.wanted = None, [], [], []
         self.buffer = None
 
-    def take(self, module: torch.nn.Module, state: dict, how: How = How.PLAINLY) -> None:
+    def take(self, module: torch.nn.Module, state: dict, own: Own, how: How = How.PLAINLY) -> None:
         """Gives a module weights."""
-        own = self.names.own
         if How.LOADED in how and own:
             extra = {name: x for name, x in state.items() if not isinstance(x, torch.Tensor)}
             module.load_state_dict({own[name]: x for name, x in state.items() if name in own} | extra, strict=False)
         else:
             with torch.no_grad():
-                for name, x in self.names.state(module).items():
+                for name, x in state_by_name(module, own).items():
                     x.copy_(state[name])
 
-    def call(self, request: Request, states: list, sets: list, answers: list) -> dict:
+    def call(self, request: Request, own: Own, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
         self.said = self.switches.put_back()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module = self.modules[0].train(request.mode == "train" or How.TRAINING in request.how)
+        module = self.modules[0].train(bool(request.how & (How.TRAIN | How.IGNORED)))
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip(self.modules, (states[0], states[1], states[1])):
-            self.take(instance, state, request.how)
+            self.take(instance, state, own, request.how)
         if request.how & (How.TWIN | How.MOVED):  # what is kept of this call must not serve the one that counts
             for instance in self.modules[1:] if How.TWIN in request.how else [module]:
-                answers_of(instance, self._own(sets), request, self.names)
+                answers_of(instance, self._own(sets), request, own)
                 self.said += self.switches.put_back()
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
@@ -272,11 +288,11 @@ class Contender:
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
-        stand = [(x, x.detach().clone()) for x in module.buffers()] if request.mode == "train" else []
+        stand = [(x, x.detach().clone()) for x in module.buffers()] if How.TRAIN in request.how else []
         inputs = self._own(sets)
         late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
-            found = answers_of(module, inputs, request, self.names, self._caller(module, inputs, request))
+            found = answers_of(module, inputs, request, own, self._caller(module, inputs, request))
             for answer, places in zip(found, answers):
                 self._hand_over(answer.leaves.values(), places)
         module.eval()
@@ -306,13 +322,12 @@ class Contender:
 
         return call
 
-    def ready(self, request: Request, state: dict, inputs: list, answers: list, seconds: float) -> dict:
+    def ready(self, request: Request, own: Own, state: dict, inputs: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
-        if self.names.own is None or self.names.own:
-            self.take(self.modules[0], state)
+        self.take(self.modules[0], state, own)
         self.request, self.answers, self.inputs = request, answers, inputs  # the judge's memory itself
-        self.wanted = list(wanted_of(self.names.parameters(self.modules[0]), inputs, request).values())
+        self.wanted = list(wanted_of(parameters_by_name(self.modules[0], own), inputs, request).values())
         if request.direction == "forward_backward" and self.wanted:
             self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*inputs))]
         nbytes = FLUSH_BYTES["cuda"] if self.gpu else AWAKE_BYTES
@@ -382,7 +397,7 @@ class Contender:
         On a GPU all is queued behind the flush. On a CPU the judge has flushed the cache.
         """
         self.said += self.switches.put_back()
-        if self.request.seeded:
+        if How.SEEDED in self.request.how:
             reseed(self.request.seed)
         if not self.gpu:
             self.buffer.zero_()
@@ -437,11 +452,9 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
 
     `at_once`: the sets are asked for at the same time, each by a thread of its own.
     """
+    own = partial(tree_map_only, torch.Tensor, torch.clone)
     with torch.no_grad():
-        first = [
-            tree_map_only(torch.Tensor, torch.clone, call(*tree_map_only(torch.Tensor, torch.clone, inputs)))
-            for inputs in sets
-        ]
+        first = [own(call(*own(inputs))) for inputs in sets]
     found, most = list(first), [0.0] * len(sets)
     start = threading.Barrier(len(sets))
 
@@ -449,11 +462,12 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
         switches.put_back()  # some are a thread's own; they are told when the next request begins
         with torch.no_grad():
             start.wait()
-            now = call(*tree_map_only(torch.Tensor, torch.clone, sets[i]))
-            pairs = zip(dense(now), dense(first[i]))
-            apart = max((furthest(a, b) for a, b in pairs if a.shape == b.shape and not same_bits(a, b)), default=0.0)
-        if apart > most[i]:
-            found[i], most[i] = now, apart
+            now = call(*own(sets[i]))
+        for a, b in zip(dense(now), dense(first[i])):
+            pairs = chunks(a, b) if a.shape == b.shape and not same_bits(a, b) else []
+            apart = max((float(distance(x.double(), y.double()).max()) for x, y in pairs), default=0.0)
+            if apart > most[i]:
+                found[i], most[i] = now, apart
 
     begin = perf_counter()
     with ThreadPoolExecutor(len(sets)) as pool:
@@ -469,10 +483,6 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
 
 def dense(tree) -> list[torch.Tensor]:
     return [x for x in tree_leaves(tree) if type(x) is torch.Tensor and x.layout == torch.strided]
-
-
-def furthest(left: torch.Tensor, right: torch.Tensor) -> float:
-    return max((float(distance(a.double(), b.double()).max()) for a, b in chunks(left, right)), default=0.0)
 
 
 def captured(module, *inputs):
@@ -529,10 +539,21 @@ def serve(role: str, device: str, pipe) -> None:
                     settle(device)
                 except RuntimeError:  # the GPU refuses all further work: to free the judge's memory would abort
                     reply["kind"] = "crashed"
-                    pipe.send_bytes(json.dumps(reply).encode())
+                    pipe.send_bytes(json.dumps(reply | {"switched": []}).encode())
                     os._exit(1)
+            reply = {"switched": []} | reply
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             pipe.send_bytes(json.dumps(reply).encode())
+
+
+def has_form(reply: object, form: object) -> bool:
+    if isinstance(form, dict):
+        return isinstance(reply, dict) and all(has_form(reply.get(name), each) for name, each in form.items())
+    if isinstance(form, list):
+        return isinstance(reply, list) and all(has_form(each, form[0]) for each in reply)
+    if isinstance(form, tuple):
+        return isinstance(reply, list) and len(reply) == len(form) and all(map(has_form, reply, form))
+    return type(reply) is type(form)
 
 
 def processes() -> dict[int, tuple[int, int]]:
@@ -579,10 +600,12 @@ class Worker:
                 raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
             if self._pipe not in ready:  # nor will it close while a process that was forked has it open
                 raise EOFError
-            reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
+            reply = json.loads(self._pipe.recv_bytes(1 << 24))
             self.answered = perf_counter()
-            "".join(reply.get("wrong", []))  # a TypeError unless all are strings
-            self.told += [text + "" for text in reply.get("switched", [])]
+            failed = isinstance(reply, dict) and "kind" in reply
+            if not has_form(reply, {"switched": [""]} | REPLIES.get("failed" if failed else command, {})):
+                raise ValueError
+            self.told += reply["switched"]
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
             code = self._process.exitcode
@@ -590,25 +613,15 @@ class Worker:
             ending = f"by signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else f"with exit code {code}"
             ending = "closed the pipe of its answers" if code is None else f"ended its process {ending}"
             raise Rejected(f"{ending}, and gave no answer to '{command}'") from error
-        except (OSError, ValueError, TypeError, RecursionError):  # longer than a reply may be, or not of its form
+        except (OSError, ValueError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
             raise Rejected(GARBLED) from None
         self._signal(signal.SIGSTOP)
         if command in IN_A_TURN:  # the judge is about to write inputs
             self._wait_until_stopped()
-        if "kind" in reply:
-            raise Rejected(*reply.get("wrong", []), kind=str(reply["kind"]))
+        if failed:
+            raise Rejected(*reply["wrong"], kind=reply["kind"])
         return reply
-
-    def has_ipc(self) -> bool:
-        """Whether it can open this process's memory of the GPU; then ends the worker."""
-        try:
-            self.ask("rest", given=shared(torch.zeros(1, device="cuda"), by_ipc=True))
-        except (Rejected, RuntimeError):
-            return False
-        finally:
-            self.kill()
-        return True
 
     def kill(self) -> None:
         for pid in self.strays():

@@ -26,6 +26,7 @@ from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
 from judge.check import perturb
 from judge.gates import CHUNK, Errors, compare
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
+from judge.worker import REPLIES, has_form
 
 ROOT = Path(harness.__file__).resolve().parent
 PLAIN = source("plain")
@@ -102,6 +103,42 @@ def test_says_what_was_not_asked_for_want_of_memory(who, judge):
     assert run.ok and "not asked for want of memory: values whose mean is large" in run.notes, run
 
 
+def test_too_little_memory_halves_the_batch(judge, monkeypatch):
+    start = harness.check.start
+
+    def start_if_small(case, path):
+        if case.batch > 8:
+            raise torch.OutOfMemoryError("too large")
+        return start(case, path)
+
+    monkeypatch.setattr(harness.check, "start", start_if_small)
+    monkeypatch.setattr(harness.check.Case, "may_be_smaller", lambda case: case.batch > 1)
+    (run,) = judge(PLAIN)
+    assert run.ok and run.shapes == [[run.batch, 96]] == [[8, 96]] and run.notes[0].startswith("batch 8: "), run
+
+
+def test_requests_besides_the_gates_are_asked_at_a_batch_of_which_several_fit(judge, monkeypatch, tmp_path):
+    assert [harness.check.smaller(112, nbytes, 2.5) for nbytes in (1, 3, 15, 10**6)] == [112, 56, 14, 1]
+    assert harness.check.smaller(None, 15, 2.5) is None
+    monkeypatch.setattr(harness.check, "smaller", lambda batch, nbytes, most: 4)
+    (run,) = judge(plain_after(f"open({str(tmp_path / 'batches')!r}, 'a').write(f'{{len(x)}} ')"), batch=32)
+    asked = (tmp_path / "batches").read_text().split()
+    assert run.ok and run.batch == 32 and any(note.startswith("batch 4 in all but") for note in run.notes), run
+    assert asked[:5] == ["32"] * 5 and asked.count("4") > 20 and {"0", "5"} < {*asked}
+
+
+def test_a_request_that_failed_keeps_no_memory():
+    def fails(error):
+        held = torch.zeros(3)  # noqa: F841
+        raise error
+
+    for error in (harness.Rejected("said", kind="memory"), torch.OutOfMemoryError("said")):
+        with pytest.raises(type(error)) as raised:
+            fails(error)
+        found = harness.as_rejected(raised.value)
+        assert found.kind == "memory" and found.__traceback__ is raised.value.__traceback__ is None
+
+
 def test_a_turn_that_lacks_memory_has_the_others_give_theirs_back(judge, monkeypatch):
     ask, asked = harness.Worker.ask, []
 
@@ -142,6 +179,14 @@ def test_half_a_message_is_no_hang(judge):
     half = half + " and 'socket' in os.readlink(f'/proc/self/fd/{f}')]"
     (run,) = judge("import os\n" + plain_after(half), timeout=2.0)
     assert not run.ok and "wrote something of its own into the pipe" in run.reasons[0], run
+
+
+def test_a_reply_has_the_form_of_its_command():
+    reply = {"ms": 1.0, "forms": [["Tensor", [1, 2], ""], ["int 3", [], ""]], "more": None}
+    assert has_form(reply, REPLIES["time"]) and has_form([], [""])
+    for ms, forms in ((1, []), ("1", []), (1.0, ""), (1.0, [["", [], "", ""]]), (1.0, [["", [0.5], ""]]), (1.0, [[]])):
+        assert not has_form({"ms": ms, "forms": forms}, REPLIES["time"])
+    assert not has_form({"ms": 1.0}, REPLIES["time"]) and not has_form([], REPLIES["time"])
 
 
 def test_each_direction_is_timed_in_a_new_process(judge, monkeypatch, tmp_path):
@@ -519,7 +564,7 @@ def test_a_timed_answer_is_handed_over_in_the_order_in_which_it_lies():
         (place,) = places_of([form_of(x, Request(""))], [answer])
         assert place.copy_(x).data_ptr() == answer.data_ptr() and same_bits(place, x)
         assert any(x is each for each in dense) == (place.stride() != answer.stride())
-    lies = [f"Tensor of any, stride [{strides}]" for strides in ("0, 1", "1,,9", "9" * 5000, "2, 2", "-1, 2")]
+    lies = [["Tensor of any", strides, ""] for strides in ([0, 1], [1, 9, 9], [9] * 5000, [2, 2], [-1, 2])]
     answers = [torch.zeros(2, 2) for _ in range(6)]
     assert all(place is answer for place, answer in zip(places_of(lies, answers), answers, strict=True))
 

@@ -22,7 +22,7 @@ class Contest:
 
     def __init__(self, problem: Problem, batch: int | None, dtype: str = "float32", direction: str = "forward"):
         self.direction = direction
-        self.case = check.Case(problem, DEVICE, DEVICE == "cuda", DTYPES[dtype], "highest", batch, 0, {})
+        self.case = check.Case(problem, DEVICE, DTYPES[dtype], "highest", batch, 0, {})
         self.case.model = problem.model(0).to(DEVICE, DTYPES[dtype])
 
     @contextlib.contextmanager
