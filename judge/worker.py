@@ -119,11 +119,15 @@ def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch
 
 @cache
 def has_ipc() -> bool:
-    """Whether other processes can open this one's memory of the GPU."""
+    """Whether another process can open this one's memory of the GPU, which some containers forbid."""
+    worker = Worker("eager", "cuda", 60.0)
     try:
-        torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()
-    except RuntimeError:
+        given = copied(torch.zeros(1, device="cuda"), partial(torch.UntypedStorage, device="cuda"))
+        worker.ask("rest", given=given)
+    except (Rejected, RuntimeError):
         return False
+    finally:
+        worker.kill()
     return True
 
 
@@ -251,7 +255,7 @@ class Contender:
         self.remake(seed, other=seed + 1)
         return {"switched": self.switches.put_back()}
 
-    def rest(self) -> None:
+    def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
         self.inputs, self.answers, self.incoming, self.wanted = None, [], [], []
         self.buffer = None

@@ -119,8 +119,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // grid has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, there are two launches: the
 // first only publishes; the second repeats the convolution and finishes.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In float32, on compute capability
-// 8.0, with 3x3 kernels and at most 16 output channels, it is one: a block takes 86 KiB of shared memory, of 164.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. With two exceptions it is one. In
+// float32, on compute capability 8.0, with 3x3 kernels and at most 16 output channels, a block takes 86 KiB of shared
+// memory, of 164. And without tensor cores a block of the gradient of x has two sets of sums in its registers.
 //
 // The convolution runs on tensor cores where they are much faster than FMA instructions, which depends on the compute
 // capability that the code is compiled for. A thread has 64 values of h. Without tensor cores these are 16 pixels in
@@ -148,7 +149,7 @@ constexpr bool kTensor = false;  // The host does not use it, but asks each kern
 #endif
 
 constexpr int kThreads = 256;                    // per block
-constexpr int kBlocks = 2;                       // that share a multiprocessor, with the exception above
+constexpr int kBlocks = 2;                       // that share a multiprocessor, with the exceptions above
 constexpr int kWarps = kThreads / 32;            // per block
 constexpr int kValues = 64;                      // values of h per thread
 constexpr int kChannels = kTensor ? 2 : 4;       // output channels per thread
@@ -813,8 +814,20 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
         multiply<T>(p, rows, own + read_thread() % 32, shared.offsets, unit, h);
     } else {
         x += fragment.row * kPitch + fragment.column;
-        if (p.kernel == 3) accumulate<3>(p, x, weights + fragment.channel, channels, h);
-        else accumulate<1>(p, x, weights + fragment.channel, channels, h);
+        weights += fragment.channel;
+        if constexpr (DIRECTION == kInputGradient) {
+            // dh has as many channels as the network has outputs, often 32 and more. One sum of all their products has
+            // twice the rounding error of a sum of the stages' sums.
+            float of_stage[kChannels][kPixels] = {};
+            if (p.kernel == 3) accumulate<3>(p, x, weights, channels, of_stage);
+            else accumulate<1>(p, x, weights, channels, of_stage);
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] += of_stage[i / kPixels][i % kPixels];
+        } else if (p.kernel == 3) {
+            accumulate<3>(p, x, weights, channels, h);
+        } else {
+            accumulate<1>(p, x, weights, channels, h);
+        }
     }
 }
 
@@ -1346,7 +1359,8 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const Shared& share
     }
 }
 template <typename T, Direction DIRECTION>
-__global__ void __launch_bounds__(kThreads, kBlocks) convolve_and_normalize(const __grid_constant__ Arguments p) {
+__global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradient ? 1 : kBlocks)
+    convolve_and_normalize(const __grid_constant__ Arguments p) {
     // Dynamic shared memory: x | weights, a set of each stage that stays, or one | raw, if kRaw; else raw is x.
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
