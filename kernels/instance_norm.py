@@ -720,8 +720,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A group has as few threads as can hold a slice. A thread holds ITEMS packs or, if STAGED, at most one pack or one value
-// less: an odd number. A block has 128 threads, or one larger group.
+// A group has as few threads as can hold a slice. A thread holds ITEMS packs or, if STAGED, at most one pack or one
+// value less: an odd number. A block has 128 threads, or one larger group.
 template <typename T, int V, int OPERANDS, int SLICES, int ITEMS, bool RAGGED, bool STAGED>
 static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
     const int64_t room = STAGED ? ITEMS * V - (RAGGED ? 1 : V) : ITEMS;
@@ -746,14 +746,14 @@ static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
         if (packs <= 16) return launch_group<T, V, OPERANDS, 1, 2, false, false>(task, packs);
         if (packs <= 512) return launch_group<T, V, OPERANDS, 1, 4, false, false>(task, packs);
     } else {
-        const bool run = task.n <= kLargestRun;
+        const bool staged = task.n <= kLargestRun;
         if constexpr (V == 8) {
             const bool halves = task.n % 4 == 0 && task.n <= kMaxGroup * 32;
-            if (run && halves) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);
+            if (staged && halves) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);
             if (halves) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);
         }
         if (task.n < kMost * V) return launch_group<T, V, OPERANDS, 1, kMost, true, true>(task, packs);
-        if (run) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);
+        if (staged) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);
     }
     return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);
 }
@@ -823,7 +823,7 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
 // blocks have to publish sums, it calls allocate(tensor, bytes) for memory to do so. It returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream) {
-    const auto run = [=](auto zero) {
+    const auto launch_as = [=](auto zero) {
         using T = decltype(zero);
         const Task<T> task = {{static_cast<const T*>(x), static_cast<const T*>(grad)}, static_cast<T*>(y), slices, n,
             1.0 / n, float(eps), allocate, tensor, nullptr, stream};
@@ -831,7 +831,7 @@ extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y
         if (grad == nullptr) return ragged ? launch<T, 1, true>(task) : launch<T, 1, false>(task);
         return ragged ? launch<T, 2, true>(task) : launch<T, 2, false>(task);
     };
-    return dtype == 0 ? run(float()) : dtype == 1 ? run(__half()) : run(__nv_bfloat16());
+    return dtype == 0 ? launch_as(float()) : dtype == 1 ? launch_as(__half()) : launch_as(__nv_bfloat16());
 }
 """
 
