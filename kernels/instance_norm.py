@@ -279,7 +279,7 @@ template <int OPERANDS> struct Norm {
 //      registers          group 0   group 1   group 2
 //
 // A thread puts its outputs where its values were. Then the run is copied back. If 8 bytes divide a slice of 16-bit
-// values, it is taken in packs of 8 bytes, up to 32 KiB; those of more than 240 values straight from global memory.
+// values, it is taken in packs of 8 bytes, up to 8 KiB; those of more than 240 values straight from global memory.
 
 constexpr int kMaxGroup = 512;  // the most threads of a group
 constexpr int kHeld = 8;  // the packs of 16 bytes that a thread holds: of x, in the backward 4 of x and 4 of g
@@ -748,7 +748,7 @@ static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
     } else {
         const bool staged = task.n <= kLargestRun;
         if constexpr (V == 8) {
-            const bool halves = task.n % 4 == 0 && task.n <= kMaxGroup * 32;
+            const bool halves = task.n % 4 == 0 && task.n <= kBlock * 32;
             if (staged && halves) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);
             if (halves) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);
         }
