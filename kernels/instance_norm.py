@@ -13,8 +13,7 @@ every value is used twice. To read it from DRAM only once, the kernels keep the 
 The backward keeps the slice of g, too. The size of x's slice decides where (in brackets: its limit in the backward):
 
     size of x's slice                      where it is kept
-    up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads; slices of up to 256 values
-                                           whose bytes are no multiple of 16 get there through shared memory
+    up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads
     up to 6.9 MiB (4.6) on an H200         in the shared memory of several blocks, which wait for each other's sums
                                            (the benchmark's slices: 1 MiB in float32)
     larger, or where blocks cannot wait    nowhere: the input is read twice, the output written once
@@ -50,6 +49,8 @@ CUDA_SOURCE = r"""
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+#include <algorithm>
+#include <type_traits>
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -60,40 +61,41 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A thread loads and stores packs: V consecutive values, 16 bytes, aligned to 16 bytes. A span is one slice, or
-// several consecutive slices. Its packs are all packs that it touches, numbered from 0. If the number n of a slice's
-// values is not a multiple of V, spans are RAGGED: a span may begin and end inside a pack, and the other values of that
-// pack belong to its neighbours. Threads load such a pack whole, leave the neighbours' values out of the sums, and
-// store only the span's own values, one at a time. The picture shows slice 1 of a tensor with slices of 10 float32
-// values (V = 4). x stands for a value of the slice, and . for a value of its neighbours:
+// Memory. A thread loads and stores packs: V consecutive values, aligned to their size, at most 16 bytes. A span is all
+// the packs that one slice touches, numbered from 0. If the number n of a slice's values is not a multiple of V, spans
+// are RAGGED: a slice may begin and end inside a pack, and the other values of that pack belong to its neighbours.
+// Threads load such a pack whole, leave the neighbours' values out of the sums, and store only the slice's own values,
+// one at a time. The picture shows slice 1 of a tensor with slices of 10 float32 values (V = 4). x stands for a value
+// of the slice, and . for a value of its neighbours:
 //
 //      pack             0              1              2
 //               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
 //              slice 0 | slice 1                             | slice 2
 //                      head = 2, packs = 3, tail = 4, mask(0) = 0b1100
 
-// V, the number of values in a pack.
-template <typename T> constexpr int kPack = 16 / sizeof(T);
-template <typename T> constexpr unsigned kAll = (1u << kPack<T>)-1;  // the mask of a whole pack
-template <typename T> struct alignas(16) Pack { T value[kPack<T>]; };
-template <typename T> __device__ __forceinline__ float value_of(const Pack<T>& pack, int i) {
+template <typename T> constexpr int kValues16 = 16 / sizeof(T);  // the values in 16 bytes
+template <int V> constexpr unsigned kWholePack = (1u << V) - 1;  // the mask of a pack whose values all are the slice's
+template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
+template <typename T, int V> __device__ __forceinline__ float value_of(const Pack<T, V>& pack, int i) {
     return to_float(pack.value[i]);
 }
 // A bfloat16 is the upper half of a float, so one instruction converts a value here. to_float takes 1.5 of them.
-__device__ __forceinline__ float value_of(const Pack<__nv_bfloat16>& pack, int i) {
+template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16, V>& pack, int i) {
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
 // In the forward (OPERANDS = 1) a pack of x; in the backward (OPERANDS = 2) also the pack of g at the same place.
-template <typename T, int OPERANDS> struct Packs { Pack<T> of[OPERANDS]; };
+template <typename T, int V, int OPERANDS> struct Place { Pack<T, V> of[OPERANDS]; };
 
 template <typename T> struct Task {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
-    T* to;             // y, in the backward dx
+    T* to;  // y, in the backward dx
     int64_t slices, n;  // n: values in a slice
     double inverse_n;  // 1 / n
     float eps;
-    double* workspace;  // in global memory: the sums that blocks publish to each other
+    void* (*allocate)(void* tensor, int64_t bytes);  // gives this tensor a new size, and returns its memory
+    void* tensor;
+    double* workspace;  // its memory: the sums that blocks publish to each other
     cudaStream_t stream;
 };
 
@@ -122,34 +124,31 @@ template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #endif
 }
 
-template <typename T, bool RAGGED> struct Span {
-    static constexpr int V = kPack<T>;
-    // base: the index in the tensor of pack 0's first value. head: how many of pack 0's values lie before the span.
-    // tail: how many of the last pack's values lie before the span's end.
+template <typename T, int V, bool RAGGED> struct Span {
+    // base: the index in the tensor of pack 0's first value. head: how many of pack 0's values lie before the slice.
+    // tail: how many of the last pack's values lie before the slice's end.
     int64_t base = 0;
     int head = 0, packs = 0, tail = V;
 
     Span() = default;
-    // The span of `count` slices, the first of which is number `slice`. It has fewer where the tensor ends. If it would
-    // begin past the tensor's end, it has no packs. The remainders are unsigned: those by a power of two are cheap.
-    __device__ Span(const Task<T>& task, int64_t slice, int count = 1) {
+    // Past the tensor's end a span has no packs. The remainders are unsigned: those by a power of two are cheap.
+    __device__ Span(const Task<T>& task, int64_t slice) {
         if (slice >= task.slices) return;
         const int64_t begin = slice * task.n;
-        const int64_t slices = count == 1 || slice + count <= task.slices ? count : task.slices - slice;
         if (RAGGED) head = int(uint64_t(begin) % V);
         base = begin - head;
-        packs = int((head + slices * task.n + V - 1) / V);
-        if (RAGGED) tail = int(uint64_t(head + slices * task.n - 1) % V) + 1;
+        packs = int((head + task.n + V - 1) / V);
+        if (RAGGED) tail = int(uint64_t(head + task.n - 1) % V) + 1;
     }
-    // Bit i of the mask says whether value i of pack p belongs to the span.
+    // Bit i of the mask says whether value i of pack p belongs to the slice.
     __device__ unsigned mask(int p) const {
-        if (!RAGGED) return kAll<T>;
-        const unsigned from_head = p == 0 ? kAll<T> << head : kAll<T>;
-        const unsigned to_tail = p == packs - 1 ? kAll<T> >> (V - tail) : kAll<T>;
-        return from_head & to_tail & kAll<T>;
+        if (!RAGGED) return kWholePack<V>;
+        const unsigned from_head = p == 0 ? kWholePack<V> << head : kWholePack<V>;
+        const unsigned to_tail = p == packs - 1 ? kWholePack<V> >> (V - tail) : kWholePack<V>;
+        return from_head & to_tail & kWholePack<V>;
     }
     // Loads pack p of operand o (0: x, 1: g). If ASYNC, it only begins to copy the pack to shared memory.
-    template <bool ASYNC> __device__ void load(const Task<T>& task, Pack<T>& to, int o, int p) const {
+    template <bool ASYNC> __device__ void load(const Task<T>& task, Pack<T, V>& to, int o, int p) const {
         const int64_t at = base + int64_t(p) * V;
         const T* const from = task.from[o] + at;
         if (RAGGED && at + V > task.slices * task.n) {
@@ -159,18 +158,18 @@ template <typename T, bool RAGGED> struct Span {
             for (int i = 0; i < V; ++i) {
                 if (at + i < task.slices * task.n) to.value[i] = from[i];
             }
-        } else if (ASYNC) {
+        } else if constexpr (ASYNC) {
             copy_async(&to, from);
         } else {
-            to = *reinterpret_cast<const Pack<T>*>(from);
+            to = *reinterpret_cast<const Pack<T, V>*>(from);
         }
     }
-    // Stores pack p of the output: whole, or only the span's values if neighbours share the pack.
-    __device__ void store(const Task<T>& task, const Pack<T>& pack, int p) const {
+    // Stores pack p of the output: whole, or only the slice's values if neighbours share the pack.
+    __device__ void store(const Task<T>& task, const Pack<T, V>& pack, int p) const {
         T* const to = task.to + base + int64_t(p) * V;
         const unsigned mask = this->mask(p);
-        if (mask == kAll<T>) {
-            *reinterpret_cast<Pack<T>*>(to) = pack;
+        if (mask == kWholePack<V>) {
+            *reinterpret_cast<Pack<T, V>*>(to) = pack;
             return;
         }
 #pragma unroll
@@ -180,72 +179,75 @@ template <typename T, bool RAGGED> struct Span {
     }
 };
 
-// Makes the compiler believe that the packs changed, by empty assembly that claims to write them. Otherwise it would
-// convert the values once, for the sums, and keep the floats until the output. There are too few registers for that, so
-// it would spill them.
-template <typename T, int OPERANDS, int N> __device__ __forceinline__ void make_opaque(Packs<T, OPERANDS> (&held)[N]) {
-    uint4* const words = reinterpret_cast<uint4*>(held);
-#pragma unroll
-    for (int i = 0; i < N * OPERANDS; ++i) {
-        asm volatile("" : "+r"(words[i].x), "+r"(words[i].y), "+r"(words[i].z), "+r"(words[i].w));
-    }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
-// x - a, and e is g - b. The floats a and b are called shifts. They are near the values of x and g, so d and e are
-// small, and little precision is lost when the means are subtracted later, even where x is 10000 + noise.
+// x - shift[0], and e is g - shift[1]. The shifts are near the means of x and g, so d and e are small, and little
+// precision is lost when the means are subtracted later, even where x is 10000 + noise.
 
-// Adds the values of a pack of each operand to `sum`, the thread's sums of d, d * d and, in the backward, e and d * e.
-// If RAGGED, bit i of `mask` says whether value i belongs to the slice. Otherwise all values do, or none if `mask` is
-// 0. The products of a pack are added to each other first, and then once to `sum`, so that fewer roundings follow each
-// other.
-template <bool RAGGED, typename T, int OPERANDS> __device__ __forceinline__ void add_products(
-    float* sum, const Packs<T, OPERANDS>& packs, unsigned mask, const float (&shift)[OPERANDS]) {
-    float some[2 * OPERANDS] = {};
+// Adds the values of one place to `sum`, the thread's sums of d, d * d and, in the backward, e and d * e. If RAGGED,
+// bit i of `mask` says whether value i belongs to the slice; otherwise all values do. The products of a pack of 16
+// bytes are added to each other first, and then once to `sum`, so that fewer roundings follow each other.
+template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline__ void add_products(
+    float* sum, const Place<T, V, OPERANDS>& place, unsigned mask, const float (&shift)[OPERANDS]) {
+    constexpr bool kWhole = V == kValues16<T>;
+    float of_place[2 * OPERANDS] = {};
+    float* const to = kWhole ? of_place : sum;
 #pragma unroll
-    for (int i = 0; i < kPack<T>; ++i) {
+    for (int i = 0; i < V; ++i) {
         if (RAGGED && !(mask >> i & 1)) continue;
-        const float d = value_of(packs.of[0], i) - shift[0];
-        some[0] += d;
-        some[1] = fmaf(d, d, some[1]);
+        const float d = value_of(place.of[0], i) - shift[0];
+        to[0] += d;
+        to[1] = fmaf(d, d, to[1]);
         if constexpr (OPERANDS == 2) {
-            const float e = value_of(packs.of[1], i) - shift[1];
-            some[2] += e;
-            some[3] = fmaf(d, e, some[3]);
+            const float e = value_of(place.of[1], i) - shift[1];
+            to[2] += e;
+            to[3] = fmaf(d, e, to[3]);
         }
     }
 #pragma unroll
-    for (int k = 0; k < 2 * OPERANDS; ++k) sum[k] += RAGGED || mask != 0 ? some[k] : 0;
+    for (int k = 0; k < 2 * OPERANDS; ++k) {
+        if constexpr (kWhole) sum[k] += of_place[k];
+    }
 }
 
-// A Norm turns the values of a slice into its outputs. It is computed from the slice's sums. The mean of x is mean[0] +
-// x_error, and that of g is mean[1] + g_error: a float cannot hold a mean exactly, and the errors are what it lacks.
-// For an x near the mean, x - mean[0] is nearly exact, so `offset` can correct the errors afterwards:
-//     y  = (x - mean[0]) * rstd + offset                                offset = -x_error * rstd
-//     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = x_error * slope - g_error
+// A Norm turns the values of a slice into its outputs. The mean of x is mean[0] + residual[0], and that of g is mean[1]
+// + residual[1]: a float cannot hold a mean exactly, and a residual is what it lacks. For an x near the mean, the
+// difference x - mean[0] is nearly exact, so `offset` can correct for the residuals afterwards:
+//     y  = (x - mean[0]) * rstd + offset                                offset = -residual[0] * rstd
+//     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = residual[0] * slope - residual[1]
 // Here slope is rstd^2 * covariance, and covariance is that of x and g. The forward needs no slope and does not set it.
 template <int OPERANDS> struct Norm {
     float mean[OPERANDS], rstd, slope, offset;
 
-    __device__ void set(float x_error, float g_error, float variance, float covariance, float eps) {
+    // sum: the slice's sums of d, d * d / n and, in the backward, e and d * e / n, around `shift`.
+    template <typename Real> __device__ void set(
+        const Real (&sum)[2 * OPERANDS], const Real (&shift)[OPERANDS], Real inverse_n, float eps) {
+        Real difference[OPERANDS];  // from the shift to the mean
+        float residual[OPERANDS];
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) {
+            difference[o] = sum[2 * o] * inverse_n;
+            mean[o] = float(shift[o] + difference[o]);
+            residual[o] = float(difference[o] - (mean[o] - shift[o]));
+        }
+        const float variance = float(sum[1] - difference[0] * difference[0]);
         rstd = rsqrtf((variance < 0 ? 0 : variance) + eps);  // not fmaxf, which would drop a NaN
         if constexpr (OPERANDS == 1) {
-            offset = -x_error * rstd;
+            offset = -residual[0] * rstd;
         } else {
-            slope = rstd * rstd * covariance;
-            offset = x_error * slope - g_error;
+            slope = rstd * rstd * float(sum[3] - difference[0] * difference[1]);
+            offset = residual[0] * slope - residual[1];
         }
     }
-    template <typename T> __device__ Pack<T> operator()(const Packs<T, OPERANDS>& packs) const {
-        Pack<T> out;
+    template <typename T, int V> __device__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
+        Pack<T, V> out;
 #pragma unroll
-        for (int i = 0; i < kPack<T>; ++i) {
-            const float d = value_of(packs.of[0], i) - mean[0];
+        for (int i = 0; i < V; ++i) {
+            const float d = value_of(place.of[0], i) - mean[0];
             if constexpr (OPERANDS == 1) {
                 out.value[i] = from_float<T>(fmaf(d, rstd, offset));
             } else {
-                const float e = value_of(packs.of[1], i) - mean[1];
+                const float e = value_of(place.of[1], i) - mean[1];
                 out.value[i] = from_float<T>(fmaf(d, -slope, e + offset) * rstd);
             }
         }
@@ -254,33 +256,36 @@ template <int OPERANDS> struct Norm {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Small slices have up to 4096 packs (backward 2048). A group of 1 to 512 threads, a power of two, holds a slice in its
-// registers. It computes all in float, in three sweeps over them. The first sweep adds up the differences from the
-// slice's first value. Their mean, added to that value, is the slice's mean. The second sweep gives the sums around
-// this mean. There the sum of d would be 0 but for rounding, so it tells the mean's error. The third computes the
-// output.
+// Small slices are kept in registers: up to 64 KiB (backward 32). A group of 1 to 512 threads, a power of two, has a
+// slice, and each of its threads up to ITEMS places of it. (Slices of one or two packs: two slices, and one place of
+// each.) So a warp has up to 32 slices, and enough bytes are in flight however small the slices are. All is computed in
+// float. The group first computes its shifts: the means of a sample of the values. Then it computes the sums around the
+// shifts, and from these the Norm.
 //
-// In norm_in_registers a thread holds ITEMS packs of each of SLICES slices. If a slice has up to 16 packs, it holds one
-// pack of each of two slices. If a slice has more, it holds four or eight packs of one slice. So enough bytes are in
-// flight however small the slices are.
+// In float32 the sample is the whole slice, so the shift is the mean but for rounding, and the sum of d tells what it
+// lacks. In 16 bits only the first place of each thread is in the sample. Why that is enough: if k of n values are in
+// it, the shift differs from the mean by at most s / sqrt(k), where s^2 is the sum of (x - mean)^2 over the slice. So
+// the sum of d * d is at most (1 + n / k) * s^2. n / k is at most 16: to subtract the mean's part costs at most 4 of a
+// float's 24 bits, whatever the values are. If all values are equal, the shift is that value, and the output 0.
 //
-// norm_in_runs is for ragged slices of up to 256 values. Such a slice shares its first and last pack with neighbours,
-// and has few others. A block takes consecutive slices, one for each of its groups. All these slices together are the
-// block's run, and a run is contiguous in memory:
+// Slices of up to 240 values that are RAGGED in packs of 16 bytes have few packs, and share most with neighbours. They
+// go through shared memory (STAGED). The slices of a block are neighbours: they are one run of memory, which all
+// threads copy together, 16 bytes at a time:
 //
-//      global memory    | slice 0 | slice 1 | slice 2 | ...      only the run's first and last pack are shared
-//            |            copied by all threads, pack by pack
-//      shared memory    | slice 0 | slice 1 | slice 2 | ...      thread m of a group has values m * most, ...,
-//            |            taken value by value                   m * most + most - 1 of its slice
+//      global memory    | slice 0 | slice 1 | slice 2 | ...
+//            |            copied by all threads
+//      shared memory    | slice 0 | slice 1 | slice 2 | ...      a thread has neighbouring values of its group's slice,
+//            |            taken by the thread that has them      an odd number, so that lanes read different banks
 //      registers          group 0   group 1   group 2
 //
-// The output goes back the same way, through the same shared memory. So global memory is read and written 16 bytes at a
-// time, wherever slices begin. A first version took 0.52 of norm_in_registers' time (H200, bfloat16, 7 x 7).
+// A thread puts its outputs where its values were. Then the run is copied back. If 8 bytes divide a slice of 16-bit
+// values, it is taken in packs of 8 bytes, up to 8 KiB; those of more than 240 values straight from global memory.
 
-// The most threads of a group. With 8 packs each they hold 4096 packs.
-constexpr int kMaxGroup = 512;
-// Values of a slice. Larger ones are slower through shared memory: 1.6 times the time for slices of 63 x 63.
-constexpr int kLargestInRuns = 256;
+constexpr int kMaxGroup = 512;  // the most threads of a group
+constexpr int kHeld = 8;  // the packs of 16 bytes that a thread holds: of x, in the backward 4 of x and 4 of g
+// The values of a slice that goes through shared memory. In 16 bits larger ones are slower so: 1.2 times the time for
+// 17 x 17. Its group has at most 8 threads, so a block has 16 slices or a multiple, and all runs begin on 16 bytes.
+constexpr int kLargestRun = 240;
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it.
 // Neighbours get the same bits, since in every step two lanes exchange their values, and a + b = b + a.
@@ -290,13 +295,14 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
         for (int k = 0; k < COUNT; ++k) value[k] += __shfl_xor_sync(~0u, value[k], offset);
     }
 }
-// The same over a group of whole warps. All threads of the block call it. Lane 0 of each warp stores the warp's sums.
-// After the barrier each lane takes those of one warp of its group, and the lanes add them up. A kernel may call this
-// only once for each COUNT: all calls with one COUNT share of_warp, so a second one could overwrite what a slow warp
-// still reads.
-template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int group) {
+// The same over a group of `threads` threads. All threads of the block call it. If a group has several warps, lane 0 of
+// each stores the warp's sums. After the barrier each lane takes those of one warp of its group, and the lanes add them
+// up. A kernel may call this only once for each COUNT: all calls with one COUNT share of_warp, so a second one could
+// overwrite what a slow warp still reads.
+template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int threads) {
     __shared__ float of_warp[kMaxGroup / 32][COUNT];
-    const int warps = group / 32, first_warp = (threadIdx.x & -group) / 32;
+    if (threads <= 32) return add_over_lanes(value, threads);
+    const int warps = threads / 32, first_warp = (threadIdx.x & -threads) / 32;
     add_over_lanes(value, 32);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -308,178 +314,165 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
     add_over_lanes(value, warps);
 }
 
-// Computes the Norms of SLICES slices that a group of `group` threads holds. each(use) calls use(s, i, mask, ...) for
-// each pack i that the thread holds of its s-th slice. On entry norm[s].mean has the slice's first value of each
-// operand.
-template <bool RAGGED, typename T, int OPERANDS, int SLICES, int ITEMS, typename Each>
-__device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], Packs<T, OPERANDS> (&held)[SLICES][ITEMS],
-    const Each& each, const Task<T>& task, int group) {
-    constexpr int kSums = 2 * OPERANDS;
-    const float inverse_n = float(task.inverse_n);
-    // Two slices a thread (SLICES > 1) have up to 16 packs each, so their groups are smaller than a warp.
-    const auto add_over_group = [&](auto& sum) {
-        if (SLICES > 1 || group <= 32) add_over_lanes(sum, group);
-        else add_over_warps(sum, group);
-    };
-    float around_first[SLICES * kSums] = {};  // only the sums of d and e are used: the compiler drops the others
-    each([&](int s, int i, unsigned mask, const auto&...) {
-        add_products<RAGGED>(around_first + s * kSums, held[s][i], mask, norm[s].mean);
-    });
-    // From the first values to the means. Each thread divides its sum by n, since their total could overflow. What this
-    // rounds to 0 is part of the mean's error, which the second sweep finds.
-    float difference[SLICES * OPERANDS];
+// Makes the compiler believe that the packs changed, by empty assembly that claims to write them. Otherwise it would
+// convert the values once, for the sums, and keep the floats until the output. There are too few registers for that, so
+// it would spill them. If a thread has at most 16 values, it may keep them.
+template <typename T, int V, int OPERANDS, int SLICES, int ITEMS> __device__ __forceinline__ void make_opaque(
+    Place<T, V, OPERANDS> (&held)[SLICES][ITEMS]) {
+    if constexpr (ITEMS * OPERANDS * V > 16) {
+        uint32_t* const words = reinterpret_cast<uint32_t*>(held);
 #pragma unroll
-    for (int k = 0; k < SLICES * OPERANDS; ++k) difference[k] = around_first[2 * k] * inverse_n;
-    add_over_group(difference);
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-#pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) norm[s].mean[o] += difference[s * OPERANDS + o];
-        if (ITEMS > 1) make_opaque(held[s]);
-    }
-    float sum[SLICES * kSums] = {};
-    each([&](int s, int i, unsigned mask, const auto&...) {
-        add_products<RAGGED>(sum + s * kSums, held[s][i], mask, norm[s].mean);
-    });
-#pragma unroll
-    for (int k = 1; k < SLICES * kSums; k += 2)
-        sum[k] *= inverse_n;  // d * d and d * e: each thread divides its own by n, since their total could overflow
-    add_over_group(sum);
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-        const float* const of = sum + s * kSums;  // d, d * d, e, d * e
-        // The sums of d and e are divided by n only now. If each thread had divided its own, sums of the smallest
-        // floats would have been rounded to 0. A sum of huge values can overflow: if it is infinite or NaN, the mean's
-        // error counts as 0. Where the slice itself has a NaN, the mean is NaN already.
-        const auto error = [&](int k) { return fabsf(of[k]) < INFINITY ? of[k] * inverse_n : 0; };
-        const float x_error = error(0), g_error = error(kSums - 2);
-        norm[s].set(x_error, g_error, of[1] - x_error * x_error, of[kSums - 1] - x_error * g_error, task.eps);
-        if (ITEMS > 1) make_opaque(held[s]);
+        for (int i = 0; i < int(sizeof(held) / 4); ++i) asm volatile("" : "+r"(words[i]));
     }
 }
 
-// An SM has 65536 registers. The bounds let a thread have 64 of them, so that 1024 threads fit. In the forward of tiny
-// slices (SLICES = 2) they let it have 40, so that 1536 threads fit.
-template <typename T, int OPERANDS, int SLICES, int ITEMS, bool RAGGED>
-__global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
-    norm_in_registers(const Task<T> task, int log_group) {
-    // group: the number of threads in a group. groups: the number of groups in the block. member: the thread's number
-    // in its group. The group has slice first_slice and, if SLICES is 2, slice first_slice + groups.
-    const int group = 1 << log_group, groups = blockDim.x >> log_group, member = threadIdx.x & (group - 1);
-    const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES + (threadIdx.x >> log_group);
-    Packs<T, OPERANDS> held[SLICES][ITEMS];
-    Norm<OPERANDS> norm[SLICES];
-    // Calls use(s, i, mask, exists, slice, p) for each pack i that the thread holds of its s-th slice. This is pack p
-    // of the slice. If the slice has no pack p, `exists` is false and `mask` is 0. With one pack a thread of slices
-    // that are not RAGGED, use is called even then: without the branch the compiler can reuse what it has computed
-    // (bfloat16 slices of 8 x 8: 0.93 of the time, backward 0.76). Otherwise use is not called.
+// The block's threads copy a run of `values` values to shared memory, or back: whole packs of 16 bytes, and the values
+// that are left over one by one. Only the tensor's last run has such values.
+template <typename T> __device__ void copy_in(T* shared, const T* from, int values) {
+    constexpr int V = kValues16<T>;
+    for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) copy_async(shared + i, from + i);
+    for (int i = values / V * V + threadIdx.x; i < values; i += blockDim.x) shared[i] = from[i];
+}
+template <typename T> __device__ void copy_out(T* to, const T* shared, int values) {
+    constexpr int V = kValues16<T>;
+    for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) {
+        *reinterpret_cast<Pack<T, V>*>(to + i) = *reinterpret_cast<const Pack<T, V>*>(shared + i);
+    }
+    for (int i = values / V * V + threadIdx.x; i < values; i += blockDim.x) to[i] = shared[i];
+}
+
+// Computes the Norms of the slices of a group of `threads` threads. each(use) calls use(s, i, at, mask) for each place,
+// the i-th that the thread holds of its s-th slice. On entry shift has the slices' first values.
+template <bool RAGGED, typename T, int V, int OPERANDS, int SLICES, int ITEMS, typename Each>
+__device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], float (&shift)[SLICES][OPERANDS],
+    Place<T, V, OPERANDS> (&held)[SLICES][ITEMS], const Each& each, const Task<T>& task, int threads) {
+    constexpr int kSums = 2 * OPERANDS;
+    constexpr int kSample = sizeof(T) == 4 ? ITEMS : 1;  // the places of a thread that are in the sample
+    // From the first values to the means of the sample. Each thread divides its sum, since their total could overflow.
+    float of_sample[SLICES][kSums] = {};  // only the sums of d and e are used: the compiler drops the others
+    each([&](int s, int i, int, unsigned mask) {
+        if (i < kSample) add_products<RAGGED>(of_sample[s], held[s][i], mask, shift[s]);
+    });
+    const float inverse_sample = __fdividef(1, float(min(int64_t(threads * kSample * V), task.n)));
+    float difference[SLICES * OPERANDS];
+#pragma unroll
+    for (int k = 0; k < SLICES * OPERANDS; ++k) {
+        difference[k] = of_sample[k / OPERANDS][2 * (k % OPERANDS)] * inverse_sample;
+    }
+    add_over_group(difference, threads);
+#pragma unroll
+    for (int k = 0; k < SLICES * OPERANDS; ++k) shift[k / OPERANDS][k % OPERANDS] += difference[k];
+    make_opaque(held);
+
+    const float inverse_n = float(task.inverse_n);
+    float sum[SLICES][kSums] = {};
+    each([&](int s, int i, int, unsigned mask) { add_products<RAGGED>(sum[s], held[s][i], mask, shift[s]); });
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+#pragma unroll
+        for (int k = 1; k < kSums; k += 2) sum[s][k] *= inverse_n;  // d * d and d * e: their totals could overflow
+        // The sums of d and e are divided by n after they are added up. If each thread divided its own, sums of the
+        // smallest floats would be rounded to 0.
+        add_over_group(sum[s], threads);
+        norm[s].set(sum[s], shift[s], inverse_n, task.eps);
+    }
+    make_opaque(held);
+}
+
+constexpr int kBlock = 128;  // the threads of a block, unless a group has more
+// The threads that an SM must have room for if each holds so many bytes. It has 65536 registers: 40, 64 or 96 a thread.
+template <size_t BYTES> constexpr int kThreads = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
+
+// STAGED: the slices go through shared memory.
+template <typename T, int V, int OPERANDS, int SLICES, int ITEMS, bool RAGGED, bool STAGED,
+    int BLOCK = STAGED ? kBlock : kMaxGroup>
+__global__ void __launch_bounds__(BLOCK, kThreads<sizeof(T) * V * OPERANDS * SLICES * ITEMS> / BLOCK)
+    norm_in_registers(const Task<T> task, int log_threads) {
+    // threads: the number of threads in a group. member: the thread's number in its group. groups: the number of groups
+    // in the block. The group has slice first_slice + group and, if SLICES is 2, slice first_slice + group + groups.
+    const int threads = 1 << log_threads, member = threadIdx.x & (threads - 1);
+    const int groups = blockDim.x >> log_threads, group = threadIdx.x >> log_threads;
+    const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES;
+    Span<T, V, RAGGED> span[SLICES];
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+        // If SLICES is 2, a group past the tensor's end computes the last slice once more, and stores the same bits.
+        const int64_t slice = first_slice + group + s * groups;
+        span[s] = Span<T, V, RAGGED>(task, SLICES > 1 ? min(slice, task.slices - 1) : slice);
+    }
+
+    // If STAGED: `run` has the block's slices of x and, in the backward, of g. The thread has at most `share` values of
+    // its slice, from value `first` on: an odd number of packs or, if RAGGED, of single values. It really has `count`,
+    // and bit k of `valid` says whether it has a k-th one.
+    extern __shared__ uint4 shared[];
+    T* const run = reinterpret_cast<T*>(shared);
+    const int n = int(task.n), run_values = groups * n;
+    T* const own = run + group * n;  // the group's slice of x
+    constexpr int kUnit = RAGGED ? 1 : V;
+    const int share = (((n / kUnit + threads - 1) >> log_threads) | 1) * kUnit, first = member * share;
+    const int count = span[0].packs > 0 ? max(min(n - first, share), 0) : 0;
+    const uint64_t valid = (uint64_t(1) << (count & 63)) - 1;  // used if RAGGED: then `share` is at most 63
+    const int64_t begin = first_slice * task.n;
+    const int values = int(min(int64_t(run_values), task.slices * task.n - begin));  // fewer in the tensor's last run
+    if constexpr (STAGED) {
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) copy_in(run + o * run_values, task.from[o] + begin, values);
+        end_group_and_wait<0>();
+        __syncthreads();
+    }
+    // Calls use(s, i, at, mask) for each place of the thread, the i-th of its s-th slice. at: the number of the place's
+    // pack in the slice or, if STAGED, of its first value. mask: which of its values belong to the slice.
     const auto each = [&](const auto& use) {
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
-            const Span<T, RAGGED> slice(task, first_slice + s * groups);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
-                const int p = member + i * group;
-                const bool exists = p < slice.packs;
-                if ((ITEMS == 1 && !RAGGED) || exists) use(s, i, exists ? slice.mask(p) : 0, exists, slice, p);
+                if constexpr (!STAGED) {
+                    const int p = member + i * threads;
+                    if (SLICES > 1 || p < span[s].packs) use(s, i, p, span[s].mask(p));
+                } else if (i * V < (RAGGED ? share : count)) {
+                    use(s, i, first + i * V, RAGGED ? unsigned(valid >> (i * V)) & kWholePack<V> : kWholePack<V>);
+                }
             }
         }
     };
+    float first_value[SLICES][OPERANDS];
 #pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-        const Span<T, RAGGED> slice(task, first_slice + s * groups);
-#pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {
-            norm[s].mean[o] = slice.packs > 0 ? to_float(task.from[o][slice.base + slice.head]) : 0;
-        }
+    for (int k = 0; k < SLICES * OPERANDS; ++k) {
+        const int s = k / OPERANDS, o = k % OPERANDS;
+        const T* const slice = STAGED ? own + o * run_values : task.from[o] + span[s].base + span[s].head;
+        first_value[s][o] = span[s].packs > 0 ? to_float(*slice) : 0;
     }
-    each([&](int s, int i, unsigned, bool exists, const auto& slice, int p) {
+    Place<T, V, OPERANDS> held[SLICES][ITEMS];
+    if constexpr (STAGED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
+    each([&](int s, int i, int at, unsigned) {
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
-            if (exists) slice.template load<false>(task, held[s][i].of[o], o, p);
-        }
-    });
-    set_norms<RAGGED>(norm, held, each, task, group);
-    each([&](int s, int i, unsigned, bool exists, const auto& slice, int p) {
-        if (exists) slice.store(task, norm[s](held[s][i]), p);
-    });
-}
-
-// The values that a thread of norm_in_runs reads from shared memory, or writes to it, at once. The number of a slice's
-// values is a multiple of UNIT, so no unit belongs to two slices.
-template <typename T, int UNIT> struct alignas(UNIT * sizeof(T)) Unit { T value[UNIT]; };
-
-// most: the largest number of values that a thread has. It is an odd number of units, so that lanes read different
-// banks.
-template <typename T, int OPERANDS, int UNIT>
-__global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task, int log_group, int most) {
-    constexpr int V = kPack<T>, ITEMS = 8 / OPERANDS;
-    // index: the number of the thread's group in the block, and of the group's slice in the run. member: the thread's
-    // number in its group. exists: whether the group has a slice; past the tensor's end it has none.
-    const int groups = blockDim.x >> log_group, index = threadIdx.x >> log_group;
-    const int member = threadIdx.x & ((1 << log_group) - 1), n = int(task.n);
-    const int64_t first_slice = int64_t(blockIdx.x) * groups;
-    const bool exists = first_slice + index < task.slices;
-    const Span<T, true> run(task, first_slice, groups);
-    extern __shared__ uint4 shared[];  // the run of x and, in the backward, the run of g
-    Pack<T>* const packs = reinterpret_cast<Pack<T>*>(shared);
-    // inside: how many of the run's packs the tensor has whole. It can end inside the run's last pack.
-    const int inside = int(min(int64_t(run.packs), (task.slices * task.n - run.base) / V));
+            Pack<T, V>& pack = held[s][i].of[o];
+            const T* const from = own + o * run_values + at;
+            if constexpr (!STAGED) span[s].template load<false>(task, pack, o, at);
+            else if constexpr (!RAGGED) pack = *reinterpret_cast<const Pack<T, V>*>(from);
 #pragma unroll
-    for (int o = 0; o < OPERANDS; ++o) {
-        Pack<T>* const to = packs + o * run.packs;
-        const Pack<T>* const from = reinterpret_cast<const Pack<T>*>(task.from[o] + run.base);
-        for (int p = threadIdx.x; p < inside; p += blockDim.x) copy_async(to + p, from + p);
-        if (threadIdx.x == 0 && inside < run.packs) run.template load<true>(task, to[inside], o, inside);
-    }
-    end_group_and_wait<0>();
-    __syncthreads();
-
-    // slice(o) points to the first value of the group's slice of operand o. The thread has `count` values of the slice,
-    // from value `first` on. Bit k of `valid` says whether it has a k-th one; `most` is less than 64. The thread reads
-    // whole packs, so it may also read what is beyond its values.
-    const auto slice = [&](int o) { return packs[o * run.packs].value + run.head + index * n; };
-    const int first = member * most, count = exists ? max(min(n - first, most), 0) : 0;
-    const uint64_t valid = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
-    Packs<T, OPERANDS> held[1][ITEMS] = {};
-    Norm<OPERANDS> norm[1];
-    const auto each = [&](const auto& use) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (i * V < most) use(0, i, unsigned(valid >> (i * V)) & kAll<T>);
-        }
-    };
-#pragma unroll
-    for (int o = 0; o < OPERANDS; ++o) norm[0].mean[o] = exists ? to_float(slice(o)[0]) : 0;
-    each([&](int, int i, unsigned) {
-#pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {
-#pragma unroll
-            for (int j = 0; j < V; j += UNIT) {
-                reinterpret_cast<Unit<T, UNIT>&>(held[0][i].of[o].value[j]) =
-                    *reinterpret_cast<const Unit<T, UNIT>*>(slice(o) + first + i * V + j);
+            for (int v = 0; STAGED && RAGGED && v < V; ++v) {
+                pack.value[v] = from[v];  // also what is beyond the thread's values: the mask leaves it out
             }
         }
     });
-    __syncthreads();  // no thread may store its output before all have read: what it overwrites, others may read, too
-    make_opaque(held[0]);
-    set_norms<true>(norm, held, each, task, 1 << log_group);
-    each([&](int, int i, unsigned mask) {
-        const Pack<T> out = norm[0](held[0][i]);
+    if constexpr (STAGED) __syncthreads();  // no thread may store outputs before all have loaded
+    Norm<OPERANDS> norm[SLICES];
+    set_norms<RAGGED>(norm, first_value, held, each, task, threads);
+    each([&](int s, int i, int at, unsigned mask) {
+        const Pack<T, V> out = norm[s](held[s][i]);
+        if constexpr (!STAGED) span[s].store(task, out, at);
+        else if constexpr (!RAGGED) *reinterpret_cast<Pack<T, V>*>(own + at) = out;
 #pragma unroll
-        for (int j = 0; j < V; j += UNIT) {
-            // A thread has whole units, so a unit's first bit holds for all of it.
-            if (mask >> j & 1) {
-                *reinterpret_cast<Unit<T, UNIT>*>(slice(0) + first + i * V + j) =
-                    reinterpret_cast<const Unit<T, UNIT>&>(out.value[j]);
-            }
+        for (int v = 0; STAGED && RAGGED && v < V; ++v) {
+            if (mask >> v & 1) own[at + v] = out.value[v];
         }
     });
-    __syncthreads();
-    Pack<T>* const to = reinterpret_cast<Pack<T>*>(task.to + run.base);
-    for (int p = threadIdx.x; p < run.packs; p += blockDim.x) {
-        if (run.mask(p) == kAll<T>) to[p] = packs[p];
-        else run.store(task, packs[p], p);
+    if constexpr (STAGED) {
+        __syncthreads();
+        copy_out(task.to + begin, run, values);
     }
 }
 
@@ -487,7 +480,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_runs(const Task<T> task,
 // Larger slices are cut into tiles. A block copies a tile to its shared memory, and keeps it there until it has written
 // the tile's output. The tiles of all slices are numbered, slice after slice. A block takes a tile in each round:
 //
-//      tile    0   1   2   3   4   5   6   7   8  ...      tile = slice * count + index; here a slice has 3 tiles
+//      tile    0   1   2   3   4   5   6   7   8  ...      tile = 3 * slice + index; here a slice has 3 tiles
 //      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...: one in a round
 //
 //      3 buffers      round 0     1         2         3         4         5
@@ -533,9 +526,9 @@ template <int OPERANDS, int BUFFERS> constexpr int kItems = 24 / OPERANDS / BUFF
 constexpr int kMaxThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
-    // count: the tiles of a slice. packs: the packs of a tile; the last one may have fewer. stride: the doubles from
-    // one slice's section of the workspace to the next.
-    int count, packs, stride;
+    int tiles;  // of a slice
+    int packs;  // of a tile; a slice's last tile may have fewer
+    int section;  // the doubles of a slice's section of the workspace
 };
 
 // A warp adds up in float, around its shift: the median of three of its values, so that a single outlier is not chosen.
@@ -547,58 +540,58 @@ struct Tiling {
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
+    static constexpr int V = kValues16<T>, kSums = 2 * OPERANDS;
     float shift[OPERANDS];
-    float of[2 * OPERANDS + 1] = {};  // d, d * d, e, d * e, and the number of values
+    float sum[kSums + 1] = {};  // d, d * d, e, d * e, and the number of values
 
-    // packs: the lane's first pack of each operand. mask: which of its values belong to the slice; 0 if there is none.
-    __device__ void choose_shift(const Packs<T, OPERANDS>& packs, unsigned mask) {
-        constexpr int V = kPack<T>;
+    // place: the lane's first. mask: which of its values belong to the slice; 0 if the lane has none.
+    __device__ void choose_shift(const Place<T, V, OPERANDS>& place, unsigned mask) {
         // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may have the slice's first pack, with only one value
         // of the slice, perhaps an outlier. In all other packs value 0 belongs to the slice.
         const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
-            const auto value = [&](int i) { return value_of(packs.of[o], i); };
+            const auto value = [&](int i) { return value_of(place.of[o], i); };
             float own = mask == 0 ? 0 : value(0);
-            if (mask == kAll<T>) own = median(value(0), value(V / 2), value(V - 1));
+            if (mask == kWholePack<V>) own = median(value(0), value(V / 2), value(V - 1));
             shift[o] = __shfl_sync(~0u, own, lane);
         }
     }
-    __device__ void add(const Packs<T, OPERANDS>& packs, unsigned mask) {
-        add_products<RAGGED>(of, packs, mask, shift);
-        of[2 * OPERANDS] += __popc(mask);
+    __device__ void add(const Place<T, V, OPERANDS>& place, unsigned mask) {
+        add_products<RAGGED>(sum, place, mask, shift);
+        sum[kSums] += __popc(mask);
     }
-    // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them.
+    // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them. If
+    // x_apart and g_apart are the distances from these first values to the shifts, it uses:
+    //     sum (d + x_apart)^2 = sum d^2 + 2 * x_apart * sum d + values * x_apart^2
+    //     sum (d + x_apart) * (e + g_apart) = sum d * e + x_apart * sum e + g_apart * sum (d + x_apart)
     __device__ void store(double* to, const T (&first_value)[OPERANDS]) {
-        add_over_lanes(of, 32);
+        add_over_lanes(sum, 32);
         if (threadIdx.x % 32 != 0) return;
-        // Here x and g are distances, from the slice's first value of x and of g to the shift. The formulas used are:
-        //     sum (d + x)^2 = sum d^2 + 2 * x * sum d + count * x^2
-        //     sum (d + x) * (e + g) = sum d * e + x * sum e + g * sum (d + x)
-        const double x = double(shift[0]) - to_float(first_value[0]);
-        const double count = of[2 * OPERANDS];
-        to[0] = of[0] + count * x;
-        to[1] = of[1] + x * (2.0 * of[0] + count * x);
+        const double x_apart = double(shift[0]) - to_float(first_value[0]);
+        const double values = sum[kSums];
+        to[0] = sum[0] + values * x_apart;
+        to[1] = sum[1] + x_apart * (2.0 * sum[0] + values * x_apart);
         if constexpr (OPERANDS == 2) {
-            const double g = double(shift[1]) - to_float(first_value[1]);
-            to[2] = of[2] + count * g;
-            to[3] = of[3] + x * of[2] + g * to[0];
+            const double g_apart = double(shift[1]) - to_float(first_value[1]);
+            to[2] = sum[2] + values * g_apart;
+            to[3] = sum[3] + x_apart * sum[2] + g_apart * to[0];
         }
     }
 };
 
-// Adds up a value over every COMPONENTS-th lane of a warp. All of these lanes get the same bits.
-template <int COMPONENTS> __device__ double add_components(double value) {
+// Adds up a value over every kSums-th lane of a warp. All of these lanes get the same bits.
+template <int kSums> __device__ double add_every(double value) {
 #pragma unroll
-    for (int offset = 16; offset >= COMPONENTS; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    for (int offset = 16; offset >= kSums; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
 }
-// A warp adds up the published sums of `count` tiles. Each tile has COMPONENTS words: a double for each of its sums.
-// Lane l returns the total of component l % COMPONENTS. Each lane reads its words again and again until none is kEmpty.
-template <int COMPONENTS> __device__ double add_published(const double* from, int count) {
+// A warp adds up the published sums of a slice's tiles. Each tile has kSums words: a double for each of its sums. Lane
+// l returns the total of sum l % kSums. Each lane reads its words again and again until none is kEmpty.
+template <int kSums> __device__ double add_published(const double* from, int tiles) {
     constexpr int kAtOnce = 8;  // words that a lane reads before it looks at the first
     double total = 0;
-    for (int w = threadIdx.x % 32; w < count * COMPONENTS; w += kAtOnce * 32) {
+    for (int w = threadIdx.x % 32; w < tiles * kSums; w += kAtOnce * 32) {
         double word[kAtOnce];
         bool all = false;
         while (!all) {
@@ -606,7 +599,7 @@ template <int COMPONENTS> __device__ double add_published(const double* from, in
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
                 const int at = w + k * 32;
-                word[k] = at < count * COMPONENTS ? static_cast<const volatile double*>(from)[at] : 0;
+                word[k] = at < tiles * kSums ? static_cast<const volatile double*>(from)[at] : 0;
             }
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) all &= __double_as_longlong(word[k]) != kEmpty;
@@ -615,46 +608,26 @@ template <int COMPONENTS> __device__ double add_published(const double* from, in
         for (int k = 0; k < kAtOnce; ++k) total += word[k];
     }
     __syncwarp();
-    return add_components<COMPONENTS>(total);
+    return add_every<kSums>(total);
 }
 
-// The Norm of a slice. sums: those of the whole slice, around its first values.
-template <typename T, int OPERANDS> __device__ __forceinline__ Norm<OPERANDS> norm_of(
-    const double (&sums)[2 * OPERANDS], const T (&first_value)[OPERANDS], const Task<T>& task) {
-    Norm<OPERANDS> norm;
-    double difference[OPERANDS];  // from the first value to the mean
-    float error[OPERANDS];
-#pragma unroll
-    for (int o = 0; o < OPERANDS; ++o) {
-        difference[o] = sums[2 * o] * task.inverse_n;
-        const double mean = to_float(first_value[o]) + difference[o];
-        norm.mean[o] = float(mean);
-        error[o] = float(mean - norm.mean[o]);
-    }
-    const double variance = (sums[1] - sums[0] * difference[0]) * task.inverse_n;
-    double covariance = 0;
-    if constexpr (OPERANDS == 2) covariance = (sums[3] - sums[0] * difference[1]) * task.inverse_n;
-    norm.set(error[0], error[OPERANDS - 1], float(variance), float(covariance), task.eps);
-    return norm;
-}
-
-// Tile `index` of a slice. A worker thread has the packs first, first + 32, ... below `end`. These are numbers in the
-// slice. If `slice` is -1, there is no tile.
+// Tile `index` of slice `slice`. A worker thread has the slice's packs first_pack, first_pack + 32, ... below end_pack.
+// If `slice` is -1, there is no tile.
 template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
-    int slice = -1, index = 0, first = 0, end = 0;
-    Span<T, RAGGED> span;  // the whole slice
+    int slice = -1, index = 0, first_pack = 0, end_pack = 0;
+    Span<T, kValues16<T>, RAGGED> span;
     // The slice's first value of each operand, not yet as a float. To convert it here, a thread would have to wait for
     // it in every round. That took 1.03 times as long (bfloat16, backward; slices of 40 KiB: 1.2).
     T first_value[OPERANDS] = {};
 
     Tile() = default;
     __device__ Tile(const Task<T>& task, const Tiling& tiling, int tile) {
-        if (tile >= int(task.slices) * tiling.count) return;
-        slice = tile / tiling.count;
-        index = tile % tiling.count;
-        span = Span<T, RAGGED>(task, slice);
-        first = index * tiling.packs + int(threadIdx.x) / 32 * 32 * ITEMS + int(threadIdx.x) % 32;
-        end = min((index + 1) * tiling.packs, span.packs);
+        if (tile >= int(task.slices) * tiling.tiles) return;
+        slice = tile / tiling.tiles;
+        index = tile % tiling.tiles;
+        span = Span<T, kValues16<T>, RAGGED>(task, slice);
+        first_pack = index * tiling.packs + int(threadIdx.x) / 32 * 32 * ITEMS + int(threadIdx.x) % 32;
+        end_pack = min((index + 1) * tiling.packs, span.packs);
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) first_value[o] = task.from[o][slice * task.n];
     }
@@ -664,7 +637,7 @@ template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
 template <typename T, int OPERANDS, bool RAGGED, int BUFFERS>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
-    constexpr int kSums = 2 * OPERANDS, ITEMS = kItems<OPERANDS, BUFFERS>;
+    constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, ITEMS = kItems<OPERANDS, BUFFERS>;
     extern __shared__ uint4 buffers[];  // [warp][buffer][item][operand][lane]: each thread reads what it copied itself
     // There are two of_warp and two norms, for even and odd rounds. While the reducer reads one of_warp, workers may
     // store the other. While workers read one norm, the reducer stores the other.
@@ -672,46 +645,47 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     __shared__ Norm<OPERANDS> norms[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
     const auto buffer = [&](int round) {
-        return reinterpret_cast<Pack<T>*>(buffers) + (warp * BUFFERS + round % BUFFERS) * ITEMS * OPERANDS * 32 + lane;
+        return reinterpret_cast<Pack<T, V>*>(buffers) + (warp * BUFFERS + round % BUFFERS) * ITEMS * OPERANDS * 32 +
+            lane;
     };
-    const auto read = [&](const Pack<T>* from) {
-        Packs<T, OPERANDS> packs;
+    const auto read = [&](const Pack<T, V>* from) {
+        Place<T, V, OPERANDS> place;
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) packs.of[o] = from[o * 32];
-        return packs;
+        for (int o = 0; o < OPERANDS; ++o) place.of[o] = from[o * 32];
+        return place;
     };
     // The slice's section of the workspace.
-    const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.stride; };
+    const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.section; };
 
     Tile<T, OPERANDS, RAGGED, ITEMS> tiles[BUFFERS + 1];  // from the one that arrives to the one that is written
     const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[BUFFERS - 1], &written = tiles[BUFFERS];
     Norm<OPERANDS> known_norm;  // the reducer's, of slice `known`
     int known = -1;
     // A round for each of the block's tiles, and BUFFERS more, until the last tile is written.
-    const int rounds = (int(task.slices) * tiling.count - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + BUFFERS;
+    const int rounds = (int(task.slices) * tiling.tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + BUFFERS;
     for (int round = 0; round < rounds; ++round) {
 #pragma unroll
         for (int k = BUFFERS; k > 0; --k) tiles[k] = tiles[k - 1];
         tiles[0] = Tile<T, OPERANDS, RAGGED, ITEMS>(task, tiling, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < worker_warps) {
             const Norm<OPERANDS> norm = norms[(round + 1) % 2];
-            const Pack<T>* const from = buffer(round + BUFFERS - 1);  // the tile that arrived in the last round
-            Pack<T>* const to = buffer(round);
+            const Pack<T, V>* const from = buffer(round + BUFFERS - 1);  // the tile that arrived in the last round
+            Pack<T, V>* const to = buffer(round);
             WarpSums<T, OPERANDS, RAGGED> sums;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 constexpr int kStep = OPERANDS * 32;
-                const int p = summed.first + i * 32;
-                const unsigned mask = p < summed.end ? summed.span.mask(p) : 0;
-                const Packs<T, OPERANDS> packs = read(from + i * kStep);
-                if (i == 0) sums.choose_shift(packs, mask);
-                if (mask != 0) sums.add(packs, mask);
-                const int q = written.first + i * 32;
-                if (write && q < written.end) written.span.store(task, norm(read(to + i * kStep)), q);
-                const int r = arriving.first + i * 32;
+                const int p = summed.first_pack + i * 32;
+                const unsigned mask = p < summed.end_pack ? summed.span.mask(p) : 0;
+                const Place<T, V, OPERANDS> place = read(from + i * kStep);
+                if (i == 0) sums.choose_shift(place, mask);
+                if (mask != 0) sums.add(place, mask);
+                const int q = written.first_pack + i * 32;
+                if (write && q < written.end_pack) written.span.store(task, norm(read(to + i * kStep)), q);
+                const int r = arriving.first_pack + i * 32;
 #pragma unroll
                 for (int o = 0; o < OPERANDS; ++o) {
-                    if (r < arriving.end) arriving.span.template load<true>(task, to[i * kStep + o * 32], o, r);
+                    if (r < arriving.end_pack) arriving.span.template load<true>(task, to[i * kStep + o * 32], o, r);
                 }
                 end_group_and_wait<ITEMS - 1>();
             }
@@ -719,11 +693,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         } else if (write && waiting.slice >= 0) {
             // They are equal only where a block has several tiles of a slice: in the second of two launches.
             if (waiting.slice != known) {
-                const double total = add_published<kSums>(published(waiting.slice), tiling.count);
-                double sums[kSums];
+                double total = add_published<kSums>(published(waiting.slice), tiling.tiles);
+                if (lane % 2 == 1) total *= task.inverse_n;  // of d * d and d * e
+                double sum[kSums], first_value[OPERANDS];
 #pragma unroll
-                for (int k = 0; k < kSums; ++k) sums[k] = __shfl_sync(~0u, total, k);
-                known_norm = norm_of(sums, waiting.first_value, task);
+                for (int k = 0; k < kSums; ++k) sum[k] = __shfl_sync(~0u, total, k);
+#pragma unroll
+                for (int o = 0; o < OPERANDS; ++o) first_value[o] = to_float(waiting.first_value[o]);
+                known_norm.set(sum, first_value, task.inverse_n, task.eps);
                 known = waiting.slice;
             }
             if (lane == 0) norms[round % 2] = known_norm;
@@ -732,7 +709,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         if (warp == worker_warps && summed.slice >= 0) {
             double total = 0;
             for (int w = lane / kSums; w < worker_warps; w += 32 / kSums) total += of_warp[round % 2][w][lane % kSums];
-            total = add_components<kSums>(total);
+            total = add_every<kSums>(total);
             // A sum that happens to have the bits of kEmpty becomes another NaN, 0xFFFF000000000000.
             const bool taken = __double_as_longlong(total) == kEmpty;
             volatile double* const to = published(summed.slice) + summed.index * kSums;
@@ -743,34 +720,46 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A group has as few threads as can hold a slice's packs, ITEMS each. A block has 128 threads, or one larger group.
-template <typename T, int OPERANDS, bool RAGGED, int SLICES, int ITEMS>
-static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
-    int log_group = 0;
-    while ((ITEMS << log_group) < packs) ++log_group;
-    const int block = log_group > 7 ? 1 << log_group : 128;
-    const unsigned grid = unsigned(divide_up(task.slices, int64_t(block >> log_group) * SLICES));
-    norm_in_registers<T, OPERANDS, SLICES, ITEMS, RAGGED><<<grid, block, 0, task.stream>>>(task, log_group);
+// A group has as few threads as can hold a slice. A thread holds ITEMS packs or, if STAGED, at most one pack or one
+// value less: an odd number. A block has 128 threads, or one larger group.
+template <typename T, int V, int OPERANDS, int SLICES, int ITEMS, bool RAGGED, bool STAGED>
+static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
+    const int64_t room = STAGED ? ITEMS * V - (RAGGED ? 1 : V) : ITEMS;
+    int log_threads = 0;
+    while ((room << log_threads) < (STAGED ? task.n : packs)) ++log_threads;
+    const int block = std::max(kBlock, 1 << log_threads);
+    const int groups = block >> log_threads;
+    // Threads load fewer than 48 values beyond the run: to make `share` odd adds less than 2 for each of 8 threads, and
+    // the last pack less than V.
+    const int shared = STAGED ? (groups * int(task.n) * OPERANDS + 48) * int(sizeof(T)) : 0;
+    const unsigned grid = unsigned(divide_up(task.slices, groups * SLICES));
+    const auto kernel = norm_in_registers<T, V, OPERANDS, SLICES, ITEMS, RAGGED, STAGED>;
+    kernel<<<grid, block, shared, task.stream>>>(task, log_threads);
     return cudaGetLastError();
 }
-
-// A thread has room for 8 / OPERANDS packs of each operand. Its values are an odd number of units (see norm_in_runs),
-// and the room is an even number. So it has at most one unit less than that.
-template <typename T, int OPERANDS, int UNIT> static cudaError_t launch_in_runs(const Task<T>& task) {
-    constexpr int V = kPack<T>, kBlock = 128;
-    int log_group = 0;
-    while (((8 / OPERANDS * V - UNIT) << log_group) < task.n) ++log_group;
-    const int most = int(divide_up(task.n / UNIT, 1 << log_group) | 1) * UNIT, groups = kBlock >> log_group;
-    // The last group, too, reads most << log_group values and up to V more, even if its slice has fewer.
-    const int64_t values = (groups - 1) * task.n + (most << log_group) + V;
-    const int64_t shared = divide_up(V - 1 + values, V) * OPERANDS * 16;
-    const unsigned grid = unsigned(divide_up(task.slices, groups));
-    norm_in_runs<T, OPERANDS, UNIT><<<grid, kBlock, shared, task.stream>>>(task, log_group, most);
-    return cudaGetLastError();
+// packs: the most packs of 16 bytes that a slice can touch; at most kMaxGroup * kHeld / OPERANDS.
+template <typename T, int OPERANDS, bool RAGGED>
+static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
+    constexpr int V = kValues16<T>, kMost = kHeld / OPERANDS;
+    if constexpr (!RAGGED) {
+        if (packs <= 2) return launch_group<T, V, OPERANDS, 2, 1, false, false>(task, packs);
+        if (packs <= 16) return launch_group<T, V, OPERANDS, 1, 2, false, false>(task, packs);
+        if (packs <= 512) return launch_group<T, V, OPERANDS, 1, 4, false, false>(task, packs);
+    } else {
+        const bool staged = task.n <= kLargestRun;
+        if constexpr (V == 8) {
+            const bool halves = task.n % 4 == 0 && task.n <= kBlock * 32;
+            if (staged && halves) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);
+            if (halves) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);
+        }
+        if (task.n < kMost * V) return launch_group<T, V, OPERANDS, 1, kMost, true, true>(task, packs);
+        if (staged) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);
+    }
+    return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);
 }
 
 template <typename T, int OPERANDS, bool RAGGED, int BUFFERS>
-static cudaError_t launch_many_blocks(Task<T> task, int64_t packs, int64_t* needs) {
+static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
     void* const kernel = reinterpret_cast<void*>(norm_in_many_blocks<T, OPERANDS, RAGGED, BUFFERS>);
     int device = 0, sms = 0, shared = 0, blocks = 0;
     cudaGetDevice(&device);
@@ -779,30 +768,25 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs, int64_t* need
     // One block an SM, with as many worker warps as the SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on
     // 8.6, 5 on 7.5. 2560 bytes are more than its static shared memory (1264 at most) and CUDA's 1 KiB.
     constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kItems<OPERANDS, BUFFERS>;
-    const int fit = (shared - 2560) / kWarpBytes;
-    const int workers = fit < kMaxThreads / 32 - 1 ? fit : kMaxThreads / 32 - 1;
+    const int workers = std::min((shared - 2560) / kWarpBytes, kMaxThreads / 32 - 1);
     const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
     const int64_t resident = int64_t(blocks) * sms;
-    // fewest: the number of tiles of a slice if each is as large as a block can hold. If that leaves resident blocks
-    // without a tile, a slice gets more tiles (wanted), but only so many that each has a warp's packs, or all but the
-    // last. A tile's size is a multiple of 32 packs, 512 bytes.
+    // A slice gets the fewest tiles if each is as large as a block can hold. If that leaves resident blocks without a
+    // tile, it gets more, but only so many that each has a warp's packs, or all but the last. A tile's size is a
+    // multiple of 32 packs, 512 bytes.
     const int64_t fewest = divide_up(packs, workers * kWarpPacks), most = divide_up(packs, kWarpPacks);
-    const int64_t wanted = resident / task.slices < most ? resident / task.slices : most;
-    const int64_t tile = divide_up(divide_up(packs, wanted > fewest ? wanted : fewest), 32) * 32;
-    const int64_t count = divide_up(packs, tile);
-    Tiling tiling = {int(count), int(tile), int(divide_up(count * 2 * OPERANDS, 16) * 16)};
-    const size_t bytes = task.slices * tiling.stride * sizeof(double);
-    if (needs != nullptr) {
-        *needs = int64_t(bytes);
-        return cudaSuccess;
-    }
-    const int64_t tiles = task.slices * count;
-    const unsigned grid = unsigned(tiles < resident ? tiles : resident);
+    const int64_t wanted = std::max(fewest, std::min(most, resident / task.slices));
+    const int64_t tile_packs = divide_up(divide_up(packs, wanted), 32) * 32;
+    const int64_t tiles = divide_up(packs, tile_packs);
+    Tiling tiling = {int(tiles), int(tile_packs), int(divide_up(tiles * 2 * OPERANDS, 16) * 16)};
+    const size_t bytes = task.slices * tiling.section * sizeof(double);
+    task.workspace = static_cast<double*>(task.allocate(task.tensor, bytes));
+    const unsigned grid = unsigned(std::min(task.slices * tiles, resident));
     bool write = true;
     void* arguments[] = {&task, &tiling, &write};
-    if (count <= resident) {
+    if (tiles <= resident) {
         if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0xff, bytes, task.stream))
             return error;  // otherwise each word is kEmpty now
         if (cudaLaunchCooperativeKernel(kernel, grid, threads, arguments, dynamic, task.stream) == cudaSuccess)
@@ -818,48 +802,36 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs, int64_t* need
     return cudaLaunchKernel(kernel, grid, threads, arguments, dynamic, task.stream);
 }
 
-template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const Task<T>& task, int64_t* needs) {
-    constexpr int V = kPack<T>;
+template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const Task<T>& task) {
+    constexpr int V = kValues16<T>;
     const int64_t packs = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
-    constexpr int items = 8 / OPERANDS;
-    if (packs > kMaxGroup * items) {
+    if (packs > kMaxGroup * kHeld / OPERANDS) {
         // If there are four buffers, each is smaller, so the largest slice is smaller, too. In float32 four are faster
         // than three (H200, 1 MiB: 0.98 of the time, backward 0.93). In 16 bits three are faster than four (0.95,
         // backward 0.88), since the workers have more to do for each byte. The float32 backward uses four for slices of
         // whole packs, up to 131072 packs, 2 MiB. Of such slices an A100's 108 SMs can hold 134784 packs.
         constexpr int kBuffers = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
         if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
-            if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs, needs);
+            if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs);
         }
-        return launch_many_blocks<T, OPERANDS, RAGGED, kBuffers>(task, packs, needs);
+        return launch_many_blocks<T, OPERANDS, RAGGED, kBuffers>(task, packs);
     }
-    if (needs != nullptr) return cudaSuccess;
-    if constexpr (RAGGED) {
-        if (task.n <= kLargestInRuns && task.n % (V / 2) == 0) return launch_in_runs<T, OPERANDS, V / 2>(task);
-        if (task.n <= kLargestInRuns) return launch_in_runs<T, OPERANDS, 1>(task);
-    } else {
-        if (packs <= 16) return launch_in_registers<T, OPERANDS, RAGGED, 2, 1>(task, packs);
-        if constexpr (OPERANDS == 1) {
-            if (packs <= 512) return launch_in_registers<T, OPERANDS, RAGGED, 1, 4>(task, packs);
-        }
-    }
-    return launch_in_registers<T, OPERANDS, RAGGED, 1, items>(task, packs);
+    return launch_in_registers<T, OPERANDS, RAGGED>(task, packs);
 }
 
 // dtype: 0 float32, 1 float16, 2 bfloat16. This writes to y the output or, if grad is not null, the gradient of x. If
-// needs is not null, it computes nothing: it only stores in *needs how many bytes of workspace the call will take.
-// Small slices take none, and for them it leaves the 0 that the caller has stored there. It returns a cudaError_t.
+// blocks have to publish sums, it calls allocate(tensor, bytes) for memory to do so. It returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
-    void* workspace, int64_t* needs, cudaStream_t stream) {
-    const auto run = [=](auto zero) {
+    void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream) {
+    const auto launch_as = [=](auto zero) {
         using T = decltype(zero);
         const Task<T> task = {{static_cast<const T*>(x), static_cast<const T*>(grad)}, static_cast<T*>(y), slices, n,
-            1.0 / n, float(eps), static_cast<double*>(workspace), stream};
-        const bool ragged = n % kPack<T> != 0;
-        if (grad == nullptr) return ragged ? launch<T, 1, true>(task, needs) : launch<T, 1, false>(task, needs);
-        return ragged ? launch<T, 2, true>(task, needs) : launch<T, 2, false>(task, needs);
+            1.0 / n, float(eps), allocate, tensor, nullptr, stream};
+        const bool ragged = n % kValues16<T> != 0;
+        if (grad == nullptr) return ragged ? launch<T, 1, true>(task) : launch<T, 1, false>(task);
+        return ragged ? launch<T, 2, true>(task) : launch<T, 2, false>(task);
     };
-    return dtype == 0 ? run(float()) : dtype == 1 ? run(__half()) : run(__nv_bfloat16());
+    return dtype == 0 ? launch_as(float()) : dtype == 1 ? launch_as(__half()) : launch_as(__nv_bfloat16());
 }
 """
 
@@ -965,15 +937,14 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
 
 #ifdef WITH_CUDA
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
-    void* workspace, int64_t* needs, cudaStream_t stream);
+    void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream);
 
 // t, or a copy if it is not contiguous or not aligned: views may be neither.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-// The output or, if `grad` is defined, the gradient of x. The first run asks how large a workspace the second one
-// needs.
+// The output or, if `grad` is defined, the gradient of x.
 at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const auto type = x.scalar_type();
     TORCH_CHECK_NOT_IMPLEMENTED(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "no kernel: ", type);
@@ -987,15 +958,15 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
     const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2;
     const void* const grad_data = grad.defined() ? gradient.data_ptr() : nullptr;
-    const auto run = [&](void* workspace, int64_t* needs) {
-        const int error = instance_norm(dtype, grad_data, input.data_ptr(), out.data_ptr(), slices, n, eps, workspace,
-            needs, c10::cuda::getCurrentCUDAStream().stream());
-        TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));
+    at::Tensor workspace = at::empty({0}, x.options().dtype(at::kByte));
+    const auto allocate = [](void* tensor, int64_t bytes) {
+        at::Tensor& workspace = *static_cast<at::Tensor*>(tensor);
+        workspace = at::empty({bytes}, workspace.options());
+        return workspace.data_ptr();
     };
-    int64_t bytes = 0;
-    run(nullptr, &bytes);
-    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
-    run(workspace.data_ptr(), nullptr);
+    const int error = instance_norm(dtype, grad_data, input.data_ptr(), out.data_ptr(), slices, n, eps, allocate,
+        &workspace, c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));
     return out;
 }
 #endif
