@@ -19,7 +19,7 @@ On a GPU the product is done in one of three ways:
 If groups have 64 features, the second way's epilogue does all that follows the product. In the other cases one more
 kernel, `finish_groups`, does it.
 
-In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the vectors' gradients. Then
+In the backward `group_gradients` computes G, the gradient of h, and what adds up to the vectors' gradients. Then
 dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are large, else by cuBLAS.
 
 On a CPU, threads finish the groups of PyTorch's product; 16-bit inputs are computed in float32 where that is faster.
@@ -72,19 +72,19 @@ CUDA_SOURCE = r"""
 // 8 there, and lo is -1.599609.
 //
 // Promotion. A tensor core does not round its sums, it truncates them, always towards zero, so errors grow with K.
-// Therefore after every 32, 64 or 128 of K (more for larger K, as the errors of cuBLAS's float32 product, SGEMM, grow
-// with K as well) the accumulators are added to sums in float32 registers and begin again at zero. With 64 in place of
+// Therefore the accumulators are added to sums in float32 registers and begin again at zero, after every 32, 64 or 128
+// of K: more for larger K, as the errors of SGEMM, cuBLAS's float32 product, grow with K as well. (With 64 in place of
 // 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times
-// SGEMM's.
+// SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
-//   - A scaled value is "coarse" if it is below 2^-2, and so less than 2^-16 of its row's largest. Then 2^-25 is more
-//     than the 2^-23 of it that hi and lo lose anyway.
-//   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
-//     by less than c 2^-25 2^15 = c 2^-10. That is less than float32 may lose, 2^-24 of the sum, if the sum is at least
-//     c 2^14.
+// Doubt. Below 2^-14 fp16 counts in steps of 2^-24, so that hi or lo may be off by 2^-25.
+//   - For a scaled value of 2^-2 or more that is within the 2^-23 of it which is lost anyway. A smaller one, which is
+//     below 2^-16 of its row's largest, is "coarse".
+//   - A coarse value is multiplied by one below 2^15. So c coarse values in two rows, taken together, change the sum by
+//     less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it that float32
+//     may lose.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum below the
 //     doubt of its two rows is doubtful, and is computed again from the float32 values. That happens to fewer than one
 //     of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
@@ -98,8 +98,8 @@ CUDA_SOURCE = r"""
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // This is for PIECES = 2. Where TF32 is allowed, in linear_swish_group_norm only, PIECES is 1: a line is hi of 64
-// values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (It may err by 2^-11 of itself,
-// for which the same doubt is over-careful.)
+// values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (For its larger errors the same
+// doubt is over-careful.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -116,9 +116,9 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// MN-major. The gradients are products C = A B instead, of a B (K, n) whose rows, each of one k, are split. A stage then
-// holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0 of all 32 rows, then
-// line 1 of all, and so on. ldmatrix.trans transposes B on its way from shared memory to registers.
+// MN-major. The gradients are products C = A B instead, of a B (K, n) whose rows are split: a row has one k, a line 32
+// columns. A stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0
+// of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
 
 constexpr int kLine = 64;  // fp16 numbers
 constexpr int kLineBytes = kLine * 2;
@@ -126,7 +126,7 @@ constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
-constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
+constexpr int kScaleLines = 4;  // lines of a row of A that have one scale in the gradients: 128 of K
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
 // accumulators in registers, 128 of at most 255.
 constexpr int kThreads = 128;
@@ -173,8 +173,8 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     if (PIECES == 2) to[kTerms / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
 }
 // Splits rows of k values: first the m of x, then those of W. Of row r it stores the pieces, the inverse of its scale,
-// unscale[r], and doubt[r]. Block r finds the row's largest value, then splits the row. In between, each of its threads,
-// at most 256, keeps 32 values in registers. Of a row of more than 8192 values the others are read from memory twice.
+// unscale[r], and doubt[r]. Block r finds the row's largest value, then splits the row. In between, each of its at most
+// 256 threads keeps 32 values in registers. Of a row of more than 8192 values the others are read from memory twice.
 constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
     const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
@@ -278,8 +278,8 @@ template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void copy_line(
         copy_async(to + i * kLineBytes, own + rows_on * from.pitch + on, exists);
     }
 }
-// Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as mma's operands. `from` is where this lane points
-// ldmatrix for the first quarter:
+// Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as operands of mma. `from` is where this lane
+// points ldmatrix for the first quarter:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -298,23 +298,21 @@ template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter
         load_matrices<MN_MAJOR>(to[i], (from ^ flip) + rows_on * kLineBytes);
     }
 }
-__device__ __forceinline__ void multiply_add(float (&accumulators)[kRowTiles][kColumnTiles][4],
+__device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTiles][4],
     const uint32_t (&a)[kRowTiles][4], const uint32_t (&b)[kColumnTiles / 2][4]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) {
-            mma(accumulators[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-        }
+        for (int j = 0; j < kColumnTiles; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
 // The column of sum j of the 16 that a thread has of a row. `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. Every `interval` lines a row's
-// accumulators, times scales[line / kPart * scales_pitch + row], are added to its sums; with scales_pitch 0 a row has
-// one scale. At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
-// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same
-// four rows.
+// accumulators, times scales[line / kScaleLines * scales_pitch + row], are added to its sums; with scales_pitch 0 a row
+// has one scale. At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
+// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four
+// rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ scales,
         int scales_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
@@ -354,11 +352,11 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     float sum[4][16] = {};
     int line = 0;
     do {
-        float part[kRowTiles][kColumnTiles][4] = {}, scale[4];
+        float acc[kRowTiles][kColumnTiles][4] = {}, scale[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = min(tile_row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
+            scale[i] = scales[int64_t(line / kScaleLines) * scales_pitch + row];
         }
         const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
@@ -369,29 +367,29 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
             load_a(0, stage, 0);
             load_b(2, stage, 2);
-            multiply_add(part, slot_a[2], slot_b[0]);
+            multiply_add(acc, slot_a[2], slot_b[0]);
             load_a(2, stage, 3);
             load_b(1, stage, 1);
-            multiply_add(part, slot_a[0], slot_b[2]);
+            multiply_add(acc, slot_a[0], slot_b[2]);
             load_a(1, stage, 1);
             load_b(2, stage, 3);
-            multiply_add(part, slot_a[2], slot_b[1]);
-            multiply_add(part, slot_a[1], slot_b[2]);
+            multiply_add(acc, slot_a[2], slot_b[1]);
+            multiply_add(acc, slot_a[1], slot_b[2]);
             // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
             // all warps have read this line's stage, which copy overwrites. (The last round's loads from `next` get old
             // numbers, which are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
             copy(line + kStages);
-            multiply_add(part, slot_a[0], slot_b[0]);
+            multiply_add(acc, slot_a[0], slot_b[0]);
             load_a(2, next, 2);
             load_b(0, next, 0);
-            multiply_add(part, slot_a[1], slot_b[1]);
+            multiply_add(acc, slot_a[1], slot_b[1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
+            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
         }
     } while (line < lines);
     epilogue(tile_row + warp_row + lane / 4, tile_column + warp_column + lane % 4 * 2, sum);
@@ -466,7 +464,7 @@ struct Linear {
     }
 };
 
-// ---- Launching the product. What the C++ calls returns a cudaError_t as an int: the first error of its launches. ----
+// ---- Launching the product. What the C++ calls returns, as an int, the cudaError_t of its launches. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -479,17 +477,16 @@ template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Opera
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // The interval is kPart at most, as a scale may change after kPart lines.
+    // The interval is kScaleLines at most, as the scale may change after these.
     const int lines = int(pitch_of(k, 2) / kLine), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
     kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, interval, epilogue);
 }
-// Splits x (m, k) and W: `rows` rows in all. Of each, `scales` has the inverse of its scale, and after these the doubts.
+// Splits x (m, k) and W, `rows` rows in all. To `scales` it writes the inverses of their scales, then their doubts.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
     __half* pieces, float* scales, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that hold a row in registers, or 256
     while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
-    split_rows<PIECES>
-        <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
+    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
 }
 // h = x W^T + bias, and what its epilogue makes of it. epilogue.linear names the scales and doubts that are written.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
@@ -517,12 +514,12 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 //     B, split         W (n, k)                      x (m, k)
 //     A's scales       [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows and columns of G that a block owns
-static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
+static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
 constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
 constexpr int kSplitThreads = 256;
 // A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A,
-// and each lane has two neighbours of every 32 values. It multiplies them by the K `factors`, the inverses of the scales
-// of B's rows, stores their pieces, and for each part of each row the inverse of its scale.
+// and each lane has two neighbours of every 32 values. They multiply the row by `factors`, the inverses of the scales
+// of the K rows of B, and store its pieces and the inverse of its own scale.
 __global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __restrict__ g, int m, int n,
     bool of_weight, const float* __restrict__ factors, __half* __restrict__ pieces, float* __restrict__ scales) {
     extern __shared__ float values[];
@@ -576,8 +573,7 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
     constexpr int kBytes = kSide * kPitch * int(sizeof(float));
     cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(
-        g, int(m), int(n), of_weight, scales_b, of_a, scales_a);
+    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, int(m), int(n), of_weight, scales_b, of_a, scales_a);
     const Operand a = {of_a, int(rows), pitch_of(terms, 2)}, b = {of_b, int(terms), pitch_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
     launch_multiply<true>(a, b, scales_a, rows, k, terms, epilogue, stream);
@@ -1003,9 +999,9 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
         check_launch(launch_split_hi(
             floats(rows), floats(columns), pieces.data_ptr(), floats(scales), m, n, k, current_stream()));
         h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
-        check_launch(launch_finish_scaled(floats(h), floats(rows), floats(columns), floats(offset), floats(plus),
-            floats(times), floats(shift), floats(out), floats(scales), m, n, k, groups, float(eps), recorded,
-            current_stream()));
+        check_launch(
+            launch_finish_scaled(floats(h), floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
+                floats(shift), floats(out), floats(scales), m, n, k, groups, float(eps), recorded, current_stream()));
         return {out, recorded ? h : at::empty({0}, x.options())};
     }
     const bool whole = n == 64 * groups;
