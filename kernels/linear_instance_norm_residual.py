@@ -258,22 +258,31 @@ struct Operand {
     int rows;
     int64_t pitch;
 };
-// Starts this thread's part of the copies to a stage: line `line` of COUNT rows from `first` on. MN-major: 32 rows from
-// row 32 * line on, and of each the lines that have COUNT columns from `first` on. A thread copies one 16-byte chunk of
-// every 16th row of the stage. What does not exist is filled with zeros.
-template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void copy_line(
-    uint32_t stage, const Operand& from, int first, int line) {
-    const int at = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const int row = MN_MAJOR ? line * 32 + at : first + at, begin = MN_MAJOR ? first * 2 : line * kLine;
-    const uint32_t to = stage + at * kLineBytes + (chunk ^ at % 8) * 16;
-    const __half* const own = from.values + row * from.pitch + begin + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += kThreads / 8) {
-        const int rows_on = MN_MAJOR ? i % 32 : i, on = MN_MAJOR ? i / 32 * kLine : 0;
-        const bool exists = row + rows_on < from.rows && begin + on < from.pitch;
-        copy_async(to + i * kLineBytes, own + rows_on * from.pitch + on, exists);
+// This thread's part of the copies of an operand to the stages: one 16-byte chunk of every 16th row of a stage. A stage
+// holds a line of COUNT rows from `first` on. MN-major: of 32 rows, the lines that have COUNT columns from `first` on.
+template <bool MN_MAJOR, int COUNT> struct Copies {
+    uint32_t to;
+    const __half* from;
+    int64_t pitch;
+    int rows, numbers;  // that exist from this thread's first chunk on
+    __device__ __forceinline__ Copies(const Operand& operand, int first, uint32_t stages) : pitch(operand.pitch) {
+        const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+        to = stages + row * kLineBytes + (chunk ^ row % 8) * 16;
+        from = operand.values + (MN_MAJOR ? row * pitch + first * 2 : (first + row) * pitch) + chunk * 8;
+        rows = operand.rows - row - (MN_MAJOR ? 0 : first);
+        numbers = MN_MAJOR ? int(pitch) - first * 2 : kLine;
     }
-}
+    __device__ __forceinline__ void start(uint32_t stage) {  // those of the next line, to the stage at this offset
+#pragma unroll
+        for (int i = 0; i < COUNT; i += kThreads / 8) {
+            const int rows_on = MN_MAJOR ? i % 32 : i, on = MN_MAJOR ? i / 32 * kLine : 0;
+            const bool exists = rows_on < rows && on < numbers;
+            copy_async(to + stage + i * kLineBytes, from + rows_on * pitch + on, exists);
+        }
+        from += MN_MAJOR ? 32 * pitch : kLine;
+        if (MN_MAJOR) rows -= 32;
+    }
+};
 // Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as operands of mma. `from` is where this lane
 // points ldmatrix for the first quarter:
 //
@@ -322,10 +331,13 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     const int down = int(divide_up(a.rows, kTileRows)), across = int(divide_up(n, kTileColumns));
     const int tile_row = (down < across ? blockIdx.x % down : blockIdx.x / across) * kTileRows;
     const int tile_column = (down < across ? blockIdx.x / down : blockIdx.x % across) * kTileColumns;
+    Copies<false, kTileRows> copies_a(a, tile_row, base);
+    Copies<MN_MAJOR, kTileColumns> copies_b(b, tile_column, base + kTileRows * kLineBytes);
     const auto copy = [&](int line) {
-        const uint32_t stage = base + line % kStages * kStageBytes;
-        copy_line<false, kTileRows>(stage, a, tile_row, line);
-        copy_line<MN_MAJOR, kTileColumns>(stage + kTileRows * kLineBytes, b, tile_column, line);
+        if (line < lines) {
+            copies_a.start(line % kStages * kStageBytes);
+            copies_b.start(line % kStages * kStageBytes);
+        }
         commit_copies();  // beyond the last line, too, so that wait_copies can count on one group a line
     };
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of

@@ -19,7 +19,7 @@ On a GPU the product is done in one of three ways:
 If groups have 64 features, the second way's epilogue does all that follows the product. In the other cases one more
 kernel, `finish_groups`, does it.
 
-In the backward `group_gradients` computes G, the gradient of h, and what adds up to the vectors' gradients. Then
+In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the vectors' gradients. Then
 dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are large, else by cuBLAS.
 
 On a CPU, threads finish the groups of PyTorch's product; 16-bit inputs are computed in float32 where that is faster.
@@ -262,22 +262,31 @@ struct Operand {
     int rows;
     int64_t pitch;
 };
-// Starts this thread's part of the copies to a stage: line `line` of COUNT rows from `first` on. MN-major: 32 rows from
-// row 32 * line on, and of each the lines that have COUNT columns from `first` on. A thread copies one 16-byte chunk of
-// every 16th row of the stage. What does not exist is filled with zeros.
-template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void copy_line(
-    uint32_t stage, const Operand& from, int first, int line) {
-    const int at = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    const int row = MN_MAJOR ? line * 32 + at : first + at, begin = MN_MAJOR ? first * 2 : line * kLine;
-    const uint32_t to = stage + at * kLineBytes + (chunk ^ at % 8) * 16;
-    const __half* const own = from.values + row * from.pitch + begin + chunk * 8;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += kThreads / 8) {
-        const int rows_on = MN_MAJOR ? i % 32 : i, on = MN_MAJOR ? i / 32 * kLine : 0;
-        const bool exists = row + rows_on < from.rows && begin + on < from.pitch;
-        copy_async(to + i * kLineBytes, own + rows_on * from.pitch + on, exists);
+// This thread's part of the copies of an operand to the stages: one 16-byte chunk of every 16th row of a stage. A stage
+// holds a line of COUNT rows from `first` on. MN-major: of 32 rows, the lines that have COUNT columns from `first` on.
+template <bool MN_MAJOR, int COUNT> struct Copies {
+    uint32_t to;
+    const __half* from;
+    int64_t pitch;
+    int rows, numbers;  // that exist from this thread's first chunk on
+    __device__ __forceinline__ Copies(const Operand& operand, int first, uint32_t stages) : pitch(operand.pitch) {
+        const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+        to = stages + row * kLineBytes + (chunk ^ row % 8) * 16;
+        from = operand.values + (MN_MAJOR ? row * pitch + first * 2 : (first + row) * pitch) + chunk * 8;
+        rows = operand.rows - row - (MN_MAJOR ? 0 : first);
+        numbers = MN_MAJOR ? int(pitch) - first * 2 : kLine;
     }
-}
+    __device__ __forceinline__ void start(uint32_t stage) {  // those of the next line, to the stage at this offset
+#pragma unroll
+        for (int i = 0; i < COUNT; i += kThreads / 8) {
+            const int rows_on = MN_MAJOR ? i % 32 : i, on = MN_MAJOR ? i / 32 * kLine : 0;
+            const bool exists = rows_on < rows && on < numbers;
+            copy_async(to + stage + i * kLineBytes, from + rows_on * pitch + on, exists);
+        }
+        from += MN_MAJOR ? 32 * pitch : kLine;
+        if (MN_MAJOR) rows -= 32;
+    }
+};
 // Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as operands of mma. `from` is where this lane
 // points ldmatrix for the first quarter:
 //
@@ -326,10 +335,13 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     const int down = int(divide_up(a.rows, kTileRows)), across = int(divide_up(n, kTileColumns));
     const int tile_row = (down < across ? blockIdx.x % down : blockIdx.x / across) * kTileRows;
     const int tile_column = (down < across ? blockIdx.x / down : blockIdx.x % across) * kTileColumns;
+    Copies<false, kTileRows> copies_a(a, tile_row, base);
+    Copies<MN_MAJOR, kTileColumns> copies_b(b, tile_column, base + kTileRows * kLineBytes);
     const auto copy = [&](int line) {
-        const uint32_t stage = base + line % kStages * kStageBytes;
-        copy_line<false, kTileRows>(stage, a, tile_row, line);
-        copy_line<MN_MAJOR, kTileColumns>(stage + kTileRows * kLineBytes, b, tile_column, line);
+        if (line < lines) {
+            copies_a.start(line % kStages * kStageBytes);
+            copies_b.start(line % kStages * kStageBytes);
+        }
         commit_copies();  // beyond the last line, too, so that wait_copies can count on one group a line
     };
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
@@ -737,10 +749,10 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
     }
 }
 // A block owns 128 rows and columns of G, a warp every eighth row, a lane four columns. It writes G to g, and the four
-// sums over its rows to partials[blockIdx.x][4][n], which the C++ adds up in double.
+// sums over its rows to partials[blockIdx.x][4][n].
 constexpr int kRowsOfSums = 128;
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
-    const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, double* __restrict__ partials,
+    const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
     int rows, int n, int lanes, float eps, T* __restrict__ g) {
     __shared__ float of_warp[8][4][128];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -771,6 +783,21 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
         const int at = first_column + i % 128;
         if (at < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + at] = total;
     }
+}
+// Adds up the partial sums of group_gradients' blocks, in double. A block owns 32 of their 4 n columns, and a warp adds
+// those of every eighth block of group_gradients.
+template <typename T> __global__ void __launch_bounds__(256)
+    add_partials(const float* __restrict__ partials, int count, int n, T* __restrict__ sums) {
+    __shared__ double of_warp[8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    double sum = 0;
+#pragma unroll 4
+    for (int i = warp; i < count && column < 4 * n; i += 8) sum += partials[int64_t(i) * 4 * n + column];
+    of_warp[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= 4 * n) return;
+    for (int w = 1; w < 8; ++w) sum += of_warp[w][lane];
+    sums[column] = from_float<T>(float(sum));
 }
 
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
@@ -816,15 +843,17 @@ extern "C" int launch_finish_scaled(float* h, const float* x, const float* weigh
     return cudaGetLastError();
 }
 extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kRowsOfSums); }
-// Writes G to g, and to `partials` what adds up to the gradients of the linear bias, bias, gamma and beta.
+// Writes G to g, and to `sums` (4, n) the gradients of the linear bias, bias, gamma and beta.
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    double* partials, void* g, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+    float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
         const dim3 blocks(unsigned(partial_sums(m)), unsigned(divide_up(n, 128)));
         group_gradients<T><<<blocks, 256, 0, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
             int(n / groups / 4), eps, static_cast<T*>(g));
+        add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(
+            partials, int(blocks.x), int(n), static_cast<T*>(sums));
     });
 }
 """
@@ -965,7 +994,7 @@ extern "C" int launch_finish_scaled(float* h, const float* x, const float* weigh
     int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream);
 extern "C" int64_t partial_sums(int64_t m);
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    double* partials, void* g, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
+    float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 
 void check_groups(int64_t n, int64_t groups) {
     TORCH_CHECK(n % groups == 0 && 128 % (n / groups) == 0 && n / groups >= 8, "groups of 8 to 128");
@@ -1015,15 +1044,15 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
 std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
     const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(h.device());
-    const at::Tensor g = std::get<0>(finish_backward_meta(grad, h, bias, gamma, groups, eps));
+    const auto [g, sums] = finish_backward_meta(grad, h, bias, gamma, groups, eps);
     const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0, "rows");
     check_groups(n, groups);
-    const at::Tensor partials = at::empty({partial_sums(m), 4, n}, h.options().dtype(at::kDouble));
+    const at::Tensor partials = at::empty({partial_sums(m), 4, n}, h.options().dtype(at::kFloat));
     check_launch(launch_gradients(kernel_dtype(h), given.data_ptr(), kept.data_ptr(), plus.data_ptr(), times.data_ptr(),
-        partials.data_ptr<double>(), g.data_ptr(), m, n, groups, float(eps), current_stream()));
-    return {g, partials.sum(0).to(h.scalar_type())};
+        floats(partials), g.data_ptr(), sums.data_ptr(), m, n, groups, float(eps), current_stream()));
+    return {g, sums};
 }
 #endif
 
@@ -1289,8 +1318,8 @@ class SwishGroupNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # they are to be differentiated in turn
             found = _gradients_to_differentiate(lambda *t: _differentiably(*t, *others), tensors, needs, grad)
         else:
-            of_h, vectors = _operators.finish_backward(grad, *tensors[:3], *others)
-            found = of_h, *vectors[1:]
+            of_h, sums = _operators.finish_backward(grad, *tensors[:3], *others)
+            found = of_h, *sums[1:]
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
@@ -1316,10 +1345,10 @@ class LinearSwishGroupNorm(torch.autograd.Function):
             found = _gradients_to_differentiate(model, tensors, needs, grad)
         else:
             x, weight, _, bias, gamma, _ = tensors
-            g, vectors = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
+            g, sums = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
             of_x = _gradient(g, weight, False, tf32) if needs[0] else None
             of_weight = _gradient(g, x, True, tf32) if needs[1] else None
-            found = of_x, of_weight, *vectors
+            found = of_x, of_weight, *sums
         return *(own if need else None for own, need in zip(found, needs)), None, None, None
 
 
