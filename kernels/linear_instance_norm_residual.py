@@ -122,6 +122,7 @@ constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
+constexpr int kBand = 16;
 constexpr int kScaleLines = 4;  // lines of a row of A that have one scale in the gradients: 128 of K
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
 // accumulators in registers, 128 of at most 255.
@@ -179,7 +180,8 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __shared__ int coarse;  // how many values are coarse
     const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
     const float* const values = row < m ? x + row * k : w + (row - m) * k;
-    const int step = 2 * blockDim.x, first = 2 * threadIdx.x;
+    __half* const own = pieces + row * pitch;
+    const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);
     const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
         if (i >= k) return make_float2(0, 0);
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
@@ -191,7 +193,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     const auto each = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs of the row, and for zeros
 #pragma unroll
         for (int p = 0; p < kPairs; ++p) use(first + p * step, held[p]);
-        for (int i = first + kPairs * step; i < pitch / PIECES; i += step) use(i, pair_at(i));
+        for (int i = first + kPairs * step; i < filled; i += step) use(i, pair_at(i));
     };
     if (threadIdx.x == 0) largest_bits = coarse = 0;
     __syncthreads();
@@ -206,10 +208,10 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     const float scale = power_of_two(exponent);
     int own_coarse = 0;
     each([&](int i, const float2& pair) {
-        if (i >= pitch / PIECES) return;  // otherwise also stores the zeros that fill the row's last line
+        if (i >= filled) return;  // otherwise also stores the zeros that fill the row's last line
         const float a = pair.x * scale, b = pair.y * scale;
         own_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
-        store_pieces<PIECES>(pieces + row * pitch, i, a, b);
+        store_pieces<PIECES>(own, i, a, b);
     });
     if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
     __syncthreads();
@@ -327,10 +329,11 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     extern __shared__ __align__(128) unsigned char stages[];
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    // Tiles are taken along C's shorter side first, so that L2 still has the operands of the tiles beside.
-    const int down = int(divide_up(a.rows, kTileRows)), across = int(divide_up(n, kTileColumns));
-    const int tile_row = (down < across ? blockIdx.x % down : blockIdx.x / across) * kTileRows;
-    const int tile_column = (down < across ? blockIdx.x / down : blockIdx.x % across) * kTileColumns;
+    // Tiles are taken in bands of kBand rows of tiles, a band column by column, so that L2 still has their operands.
+    const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
+    const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
+    const int height = min(kBand, down - band);
+    const int tile_row = (band + inside % height) * kTileRows, tile_column = inside / height * kTileColumns;
     Copies<false, kTileRows> copies_a(a, tile_row, base);
     Copies<MN_MAJOR, kTileColumns> copies_b(b, tile_column, base + kTileRows * kLineBytes);
     const auto copy = [&](int line) {
@@ -1119,6 +1122,11 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 def _is_large(m: int, n: int, k: int) -> bool:
     """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles: with fewer, some SMs have none.
     With few rows, columns or terms the split takes longer than the product saves."""
+    if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+        if not (known(m >= 128) and known(m * n >= 2**20) and known(m * n * k >= 2**30) and known(m < 2**24)):
+            return False
     return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
 
 
