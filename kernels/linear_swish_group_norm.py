@@ -1258,8 +1258,10 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool 
 def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether
     cuBLAS's fp16 product saves more time than the split takes."""
-    m, n = len(x), len(weight)
-    return m * n >= 2048 * (m + n) if _allows_tf32() else x.device.index in _BY_PIECES
+    if not _allows_tf32():
+        return x.device.index in _BY_PIECES
+    m, n = x.shape[0], weight.shape[0]
+    return not _is_exporting() and m * n >= 2048 * (m + n)
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
