@@ -85,9 +85,9 @@ CUDA_SOURCE = r"""
 //   - A coarse value is multiplied by one below 2^15. So c coarse values in two rows, taken together, change the sum by
 //     less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it that float32
 //     may lose.
-//   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum below the
-//     doubt of its two rows is doubtful, and is computed again from the float32 values. That happens to fewer than one
-//     of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
+//   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
+//     smaller than its two rows' doubts together is doubtful, and is computed again from the float32 values. That
+//     happens to fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
 //   - Rows whose largest finite value is 2^75 or more have infinite doubt, as a sum times the first of its two inverse
 //     scales might overflow. Rows without a finite value but 0 have a doubt of -infinity: their sums are not computed
 //     again.
@@ -126,7 +126,7 @@ constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
-constexpr int kBand = 16;
+constexpr int kBand = 16;  // rows of tiles
 constexpr int kScaleLines = 4;  // lines of a row of A that have one scale in the gradients: 128 of K
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
 // accumulators in registers, 128 of at most 255.
