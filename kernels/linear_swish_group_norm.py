@@ -264,29 +264,40 @@ struct Operand {
     int rows;
     int64_t pitch;
 };
-// This thread's part of the copies of an operand to the stages: one 16-byte chunk of every 16th row of a stage. A stage
-// holds a line of COUNT rows from `first` on. MN-major: of 32 rows, the lines that have COUNT columns from `first` on.
-template <bool MN_MAJOR, int COUNT> struct Copies {
+// This thread's part of the copies to the stages: one 16-byte chunk of every 16th row of a stage. For rows and lines
+// that do not exist from_a and from_b may point past the end, but then nothing is read there.
+template <bool MN_MAJOR> struct Copies {
+    static constexpr int kStep = kThreads / 8;
+    const Operand &a, &b;
+    int tile_row, tile_column, n, lines, first;
     uint32_t to;
-    const __half* from;
-    int64_t pitch;
-    int rows, numbers;  // that exist from this thread's first chunk on
-    __device__ __forceinline__ Copies(const Operand& operand, int first, uint32_t stages) : pitch(operand.pitch) {
-        const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-        to = stages + row * kLineBytes + (chunk ^ row % 8) * 16;
-        from = operand.values + (MN_MAJOR ? row * pitch + first * 2 : (first + row) * pitch) + chunk * 8;
-        rows = operand.rows - row - (MN_MAJOR ? 0 : first);
-        numbers = MN_MAJOR ? int(pitch) - first * 2 : kLine;
+    const __half *from_a, *from_b;
+    __device__ __forceinline__ Copies(
+        const Operand& a, const Operand& b, int tile_row, int tile_column, int n, int lines, uint32_t stages)
+        : a(a), b(b), tile_row(tile_row), tile_column(tile_column), n(n), lines(lines), first(threadIdx.x / 8) {
+        const int chunk = threadIdx.x % 8;
+        to = stages + first * kLineBytes + (chunk ^ first % 8) * 16;
+        from_a = a.values + (tile_row + first) * a.pitch + chunk * 8;
+        from_b =
+            b.values + (MN_MAJOR ? first * b.pitch + tile_column * 2 : (tile_column + first) * b.pitch) + chunk * 8;
     }
-    __device__ __forceinline__ void start(uint32_t stage) {  // those of the next line, to the stage at this offset
+    __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
+        const uint32_t stage = to + line % kStages * kStageBytes;
 #pragma unroll
-        for (int i = 0; i < COUNT; i += kThreads / 8) {
-            const int rows_on = MN_MAJOR ? i % 32 : i, on = MN_MAJOR ? i / 32 * kLine : 0;
-            const bool exists = rows_on < rows && on < numbers;
-            copy_async(to + stage + i * kLineBytes, from + rows_on * pitch + on, exists);
+        for (int i = 0; i < kTileRows && line < lines; i += kStep) {
+            copy_async(stage + i * kLineBytes, from_a + i * a.pitch, tile_row + first + i < a.rows);
         }
-        from += MN_MAJOR ? 32 * pitch : kLine;
-        if (MN_MAJOR) rows -= 32;
+#pragma unroll
+        for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
+            // MN-major: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
+            const __half* const own = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
+            const bool mn_exists = line * 32 + first + i % 32 < b.rows && (tile_column + i / 32 * 32) * 2 < b.pitch;
+            const bool exists = MN_MAJOR ? mn_exists : tile_column + first + i < n;
+            copy_async(stage + (kTileRows + i) * kLineBytes, own, exists);
+        }
+        from_a += kLine;
+        from_b += MN_MAJOR ? 32 * b.pitch : kLine;
+        commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
     }
 };
 // Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as operands of mma. `from` is where this lane
@@ -338,15 +349,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
     const int height = min(kBand, down - band);
     const int tile_row = (band + inside % height) * kTileRows, tile_column = inside / height * kTileColumns;
-    Copies<false, kTileRows> copies_a(a, tile_row, base);
-    Copies<MN_MAJOR, kTileColumns> copies_b(b, tile_column, base + kTileRows * kLineBytes);
-    const auto copy = [&](int line) {
-        if (line < lines) {
-            copies_a.start(line % kStages * kStageBytes);
-            copies_b.start(line % kStages * kStageBytes);
-        }
-        commit_copies();  // beyond the last line, too, so that wait_copies can count on one group a line
-    };
+    Copies<MN_MAJOR> copies(a, b, tile_row, tile_column, n, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kRowTiles][4], slot_b[3][kColumnTiles / 2][4];
@@ -359,7 +362,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     const auto load_b = [&](int slot, uint32_t stage, int quarter) {
         load_quarter<MN_MAJOR>(slot_b[slot], lane_b + stage, quarter);
     };
-    for (int line = 0; line < kStages; ++line) copy(line);
+    for (int line = 0; line < kStages; ++line) copies.start(line);
     wait_copies<kStages - 1>();
     __syncthreads();
     load_a(2, 0, 2);
@@ -391,11 +394,11 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
             multiply_add(acc, slot_a[2], slot_b[1]);
             multiply_add(acc, slot_a[1], slot_b[2]);
             // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
-            // all warps have read this line's stage, which copy overwrites. (The last round's loads from `next` get old
-            // numbers, which are not used.)
+            // all warps have read this line's stage, which copies.start overwrites. (The last round's loads from `next`
+            // get old numbers, which are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
-            copy(line + kStages);
+            copies.start(line + kStages);
             multiply_add(acc, slot_a[0], slot_b[0]);
             load_a(2, next, 2);
             load_b(0, next, 0);
