@@ -3,17 +3,17 @@
 
     h = x W^T + b;    z = (h - mean) * rstd over each row;    out = (z + y) * y
 
-The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row: `mean` and `rstd` are
-the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
+The Model's `InstanceNorm2d` is given each row as a channel of 1 x F pixels. So `mean` and `rstd` are the row's own:
+rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
 The fast path is taken (`_fits`) when y and h, the linear layer's output, are 2-D and of one shape, both are float32,
 float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are no hooks, autocast or transforms.
 Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own lines.
 
-On a GPU a large float32 product (`_is_large`) without TF32 runs on tensor cores, as three fp16 products, where that is
-faster (`_BY_PIECES`). All other products are nn.Linear's own (cuBLAS), launched before Python checks whether the rest
-fits, so that the GPU starts early; some small 16-bit ones are done in float32 (`_is_widened`). `finish_rows` then reads
-h and y and writes the output. It reads each value once if F <= 8192.
+On a GPU a large float32 product (`_is_large`) runs on tensor cores, as three fp16 products, where that is faster than
+cuBLAS's float32 product (`_BY_PIECES`) and TF32 is not allowed. All other products are nn.Linear's own (cuBLAS),
+launched before Python checks whether the rest fits, so that the GPU starts early; some small 16-bit ones are done in
+float32 (`_is_widened`). `finish_rows` then reads h and y and writes the output. It reads each value once if F <= 8192.
 
 In the backward `row_gradients` reads h, y and the output's gradient, again each value once if F <= 8192, and
 writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
@@ -50,60 +50,60 @@ CUDA_SOURCE = r"""
 
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
-// Tensor cores multiply fp16 numbers, of 11 bits, exactly and add the products up in float32. A float32 number, of 24
-// bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest.
-// Counted in x's last bit the rest is at most 2^12, where lo has steps of 2, and so is off by at most 1, 2^-23 of x:
+// Pieces. Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products up in float32. So a float32
+// number x, of 24 bits, is split into two fp16 numbers, its pieces: hi is x rounded to fp16, and lo is x - hi rounded
+// to fp16. The unit of x's last bit is 2^-23 of x at most. x - hi is at most 2^12 such units, where fp16 counts in
+// steps of 2 units, so lo is off by at most one. With w = hi' + lo' split likewise:
 //
-//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike. So x w is nearly
+//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
+//     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-//     hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
+// lo lo' is dropped, and three products remain. The K dropped terms of a sum have different signs and mostly cancel.
+// They add up to less than what float32 arithmetic loses, which rounds the sum after each of K additions by up to
+// 2^-24 of it. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
 //
-// and lo lo' is dropped. The K terms lo lo' of a sum have different signs and mostly cancel: they add up to less than
-// what float32 loses when it rounds, by up to 2^-24 of the sum so far, after each of K additions. Three products
-// remain. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
+// Scales. The largest fp16 number is 65504. So each row is first multiplied by the power of two that brings its largest
+// value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row
+// whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of
+// 8 there, and lo is -1.599609.
 //
-// Scales. fp16 ends at 65504. So each row is multiplied by the power of two that brings its largest value to
-// [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row whose
-// largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8
-// there, and lo is -1.599609.
-//
-// Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 32, 64 or 128 of K the accumulators are added to sums in float32 registers and begin anew
-// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (The
-// product would take 9% less time with 64 in place of 32, and 4% less with 128 in place of 64. But then its errors
-// could be 1.2 times SGEMM's.)
+// Promotion. A tensor core does not round its sums, it truncates them, always towards zero, so errors grow with K.
+// Therefore the accumulators are added to sums in float32 registers and begin again at zero, after every 32, 64 or 128
+// of K: more for larger K, as the errors of SGEMM, cuBLAS's float32 product, grow with K as well. (With 64 in place of
+// 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times
+// SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
-//   - A scaled value is "coarse" if it is below 2^-2, and so less than 2^-16 of its row's largest. Then 2^-25 is more
-//     than the 2^-23 of it that hi and lo lose anyway.
-//   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
-//     by less than c 2^-25 2^15 = c 2^-10. That is less than float32 may lose, 2^-24 of the sum, if the sum is at least
-//     c 2^14.
+// Doubt. Below 2^-14 fp16 counts in steps of 2^-24, so that hi or lo may be off by 2^-25.
+//   - For a scaled value of 2^-2 or more that is within the 2^-23 of it which is lost anyway. A smaller one, which is
+//     below 2^-16 of its row's largest, is "coarse".
+//   - A coarse value is multiplied by one below 2^15. So c coarse values in two rows, taken together, change the sum by
+//     less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it that float32
+//     may lose.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
-//     below the doubt of its two rows is doubtful, and is computed again from the float32 values. That happens to fewer
-//     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
+//     smaller than its two rows' doubts together is doubtful, and is computed again from the float32 values. That
+//     happens to fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
 //   - Rows whose largest finite value is 2^75 or more have infinite doubt, as a sum times the first of its two inverse
 //     scales might overflow. Rows without a finite value but 0 have a doubt of -infinity: their sums are not computed
 //     again.
-//   - With hi alone (PIECES is 1, below) a sum may err by 2^-11 of itself, and the same doubt is over-careful.
 //
-// Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters of 16
-// numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
+// Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
+// of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
 //
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
-// PIECES is 2. Where TF32 is allowed, in linear_swish_group_norm only, it is 1: a line is hi of 64 values, cuBLAS
-// multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits.
+// This is for PIECES = 2. Where TF32 is allowed, in linear_swish_group_norm only, PIECES is 1: a line is hi of 64
+// values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (For its larger errors the same
+// doubt is over-careful.)
 //
-// A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits, or is in
-// its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the tile's 64 rows
-// of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1 and L + 2 are in
-// flight or there.
+// Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
+// or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
+// tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1
+// and L + 2 are in flight or there.
 //
-// ldmatrix reads the same chunk of 16 bytes of eight rows at once. At the same place of each row's 128 bytes these
-// would all lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ (r % 8):
+// Swizzle. ldmatrix reads the same 16-byte chunk of eight rows at once. If that were at the same place of each row's
+// 128 bytes, all eight would lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ r % 8:
 //
 //     place             0 1 2 3 4 5 6 7
 //     chunk in row 0    0 1 2 3 4 5 6 7
@@ -112,17 +112,18 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// TURNED: the product is C = A B instead, with an MN-major B: given as (K, n), and each of its rows split. A stage then
-// holds 32 rows (of K) of B, and of each row the four lines that have the tile's 128 columns: first line 0 of all 32
-// rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way from shared memory to registers.
+// MN-major. The gradients are products C = A B instead, of a B (K, n) whose rows are split: a row has one k, a line 32
+// columns. A stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0
+// of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
 
 constexpr int kLine = 64;  // fp16 numbers
+constexpr int kLineBytes = kLine * 2;
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
-constexpr int kStageBytes = (kTileRows + kTileColumns) * kLine * 2;
-constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
-constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that L2 still has their operands
+constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
+constexpr int kBand = 16;  // rows of tiles
+constexpr int kScaleLines = 4;  // lines of a row of A that have one scale in the gradients: 128 of K
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
 // accumulators in registers, 128 of at most 255.
 constexpr int kThreads = 128;
@@ -168,26 +169,19 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     to[0] = hi;
     if (PIECES == 2) to[kTerms / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
 }
-// What split_rows reads and writes: float32 rows; their pieces, the inverse of their scales, and their doubt.
-struct Rows {
-    const float* values;
-    int64_t count;
-    __half* pieces;
-    float *unscale, *doubt;
-};
-// Block i owns row i of x or, from i = x.count on, row i - x.count of W. It finds the row's largest value, then splits
-// the row. In between, each of its threads, at most 256, keeps 32 values in registers. Of a row of more than 8192
-// values the others are read from memory twice.
+// Splits rows of k values: first the m of x, then those of W. Of row r it stores the pieces, the inverse of its scale,
+// unscale[r], and doubt[r]. Block r finds the row's largest value, then splits the row. In between, each of its at most
+// 256 threads keeps 32 values in registers. Of a row of more than 8192 values the others are read from memory twice.
 constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
-template <int PIECES> __global__ void __launch_bounds__(256)
-    split_rows(const __grid_constant__ Rows x, const __grid_constant__ Rows w, int k) {
+template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
+    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
     __shared__ unsigned largest_bits;
     __shared__ int coarse;  // how many values are coarse
-    const Rows& own = blockIdx.x < x.count ? x : w;
-    const int64_t row = blockIdx.x < x.count ? blockIdx.x : blockIdx.x - x.count, pitch = pitch_of(k, PIECES);
-    const float* const values = own.values + row * k;
-    const int step = 2 * blockDim.x, first = 2 * threadIdx.x;
+    const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
+    const float* const values = row < m ? x + row * k : w + (row - m) * k;
+    __half* const own = pieces + row * pitch;
+    const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);
     const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
         if (i >= k) return make_float2(0, 0);
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
@@ -196,42 +190,35 @@ template <int PIECES> __global__ void __launch_bounds__(256)
     float2 held[kPairs];
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) held[p] = pair_at(first + p * step);
-    if (threadIdx.x == 0) {
-        largest_bits = 0;
-        coarse = 0;
-    }
+    const auto each = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs of the row, and for zeros
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p) use(first + p * step, held[p]);
+        for (int i = first + kPairs * step; i < filled; i += step) use(i, pair_at(i));
+    };
+    if (threadIdx.x == 0) largest_bits = coarse = 0;
     __syncthreads();
     float largest = 0;
-    const auto see = [&](const float2& pair) {
+    each([&](int, const float2& pair) {
         largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
-    };
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) see(held[p]);
-    for (int i = first + kPairs * step; i < k; i += step) see(pair_at(i));
+    });
     largest = reduce(largest, 32, Max());
     if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
-    const float scale = power_of_two(exponent), unscale = power_of_two(-exponent);
+    const float scale = power_of_two(exponent);
     int own_coarse = 0;
-    const auto split = [&](int i, const float2& pair) {
-        const float2 scaled = make_float2(pair.x * scale, pair.y * scale);
-        own_coarse += (scaled.x != 0 && fabsf(scaled.x) < 0x1p-2f) + (scaled.y != 0 && fabsf(scaled.y) < 0x1p-2f);
-        store_pieces<PIECES>(own.pieces + row * pitch, i, scaled.x, scaled.y);
-    };
-    // Also the zeros that fill the row's last line are stored.
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) {
-        if (first + p * step < pitch / PIECES) split(first + p * step, held[p]);
-    }
-    for (int i = first + kPairs * step; i < pitch / PIECES; i += step) split(i, pair_at(i));
+    each([&](int i, const float2& pair) {
+        if (i >= filled) return;  // otherwise also stores the zeros that fill the row's last line
+        const float a = pair.x * scale, b = pair.y * scale;
+        own_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        store_pieces<PIECES>(own, i, a, b);
+    });
     if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
     __syncthreads();
     if (threadIdx.x > 0) return;
-    own.unscale[row] = unscale;
-    own.doubt[row] = unscale > 0x1p60f ? INFINITY : coarse * 0x1p14f;
-    // No finite value but 0: the row's sums are 0 or not finite.
-    if (largest_bits == 0) own.doubt[row] = -INFINITY;
+    unscale[row] = power_of_two(-exponent);
+    // An exponent below -60: the largest finite value is 2^75 or more. Bits of 0: there is no finite value but 0.
+    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse * 0x1p14f;
 }
 
 // Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
@@ -246,8 +233,8 @@ template <int PENDING> __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 // Four 8 x 8 matrices of 16-bit numbers; lane 8 i + j points at row j of matrix i.
-template <bool TURNED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-    if constexpr (TURNED) {
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+    if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
             : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
             : "r"(from)
@@ -268,170 +255,158 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 }
 
 // Rows of pieces in device memory, `pitch` numbers from one to the next.
-struct PieceRows {
+struct Operand {
     const __half* values;
     int rows;
     int64_t pitch;
 };
-struct Corner { int row, column; };
-// The first row and column of this block's tile.
-__device__ __forceinline__ Corner find_tile(int m, int n) {
-    const int across = int(divide_up(n, kTileColumns));
-    const int down = int(divide_up(m, kTileRows));
-    const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
-    const int height = min(kBand, down - band);
-    return {(band + inside % height) * kTileRows, inside / height * kTileColumns};
-}
-// A thread's part of the copies to the stages: one 16-byte chunk of every 16th row. For rows and lines that do not
-// exist from_a and from_b may point past the end, but then nothing is read there.
-template <bool TURNED> struct Copies {
+// This thread's part of the copies to the stages: one 16-byte chunk of every 16th row of a stage. For rows and lines
+// that do not exist from_a and from_b may point past the end, but then nothing is read there.
+template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kThreads / 8;
-    const PieceRows &a, &b;
-    Corner tile;
-    int n, lines, first;
+    const Operand &a, &b;
+    int tile_row, tile_column, n, lines, first;
     uint32_t to;
     const __half *from_a, *from_b;
     __device__ __forceinline__ Copies(
-        const PieceRows& a, const PieceRows& b, const Corner& tile, int n, int lines, uint32_t stages)
-        : a(a), b(b), tile(tile), n(n), lines(lines), first(threadIdx.x / 8) {
+        const Operand& a, const Operand& b, int tile_row, int tile_column, int n, int lines, uint32_t stages)
+        : a(a), b(b), tile_row(tile_row), tile_column(tile_column), n(n), lines(lines), first(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
-        to = stages + first * 128 + (chunk ^ first % 8) * 16;
-        from_a = a.values + (tile.row + first) * a.pitch + chunk * 8;
-        from_b = b.values + (TURNED ? first * b.pitch + tile.column * 2 : (tile.column + first) * b.pitch) + chunk * 8;
+        to = stages + first * kLineBytes + (chunk ^ first % 8) * 16;
+        from_a = a.values + (tile_row + first) * a.pitch + chunk * 8;
+        from_b =
+            b.values + (MN_MAJOR ? first * b.pitch + tile_column * 2 : (tile_column + first) * b.pitch) + chunk * 8;
     }
-    __device__ __forceinline__ void load(int line) {  // must be called for line 0, 1, 2, ... in this order
+    __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
         const uint32_t stage = to + line % kStages * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kTileRows && line < lines; i += kStep) {
-            copy_async(stage + i * 128, from_a + i * a.pitch, tile.row + first + i < a.rows);
+            copy_async(stage + i * kLineBytes, from_a + i * a.pitch, tile_row + first + i < a.rows);
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
-            // TURNED: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
-            const __half* const own = from_b + (TURNED ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
-            const bool turned_exists = line * 32 + first + i % 32 < b.rows && (tile.column + i / 32 * 32) * 2 < b.pitch;
-            const bool exists = TURNED ? turned_exists : tile.column + first + i < n;
-            copy_async(stage + (kTileRows + i) * 128, own, exists);
+            // MN-major: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
+            const __half* const own = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
+            const bool mn_exists = line * 32 + first + i % 32 < b.rows && (tile_column + i / 32 * 32) * 2 < b.pitch;
+            const bool exists = MN_MAJOR ? mn_exists : tile_column + first + i < n;
+            copy_async(stage + (kTileRows + i) * kLineBytes, own, exists);
         }
         from_a += kLine;
-        from_b += TURNED ? 32 * b.pitch : kLine;
+        from_b += MN_MAJOR ? 32 * b.pitch : kLine;
         commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
     }
 };
-// A warp's operands of mma, in three slots of registers. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2
-// holds lo of K 0..15 first, and lo of K 16..31 later. load_a and load_b fill a slot from a quarter of the line in a
-// stage. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
+// Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as operands of mma. `from` is where this lane
+// points ldmatrix for the first quarter:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// A row of the stage is a row of A, a column of B or, TURNED, one of K. The address of another quarter is this one with
-// the byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
-// needs stages that begin at multiples of 128 bytes.
-template <bool TURNED> struct Registers {
-    uint32_t lane_a, lane_b;
-    uint32_t a[3][kRowTiles][4], b[3][kColumnTiles / 2][4];
-    __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // where the warp's part begins
-        const int lane = threadIdx.x % 32;
-        const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
-        lane_a = stages + (row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
-        lane_b = stages + (kTileRows + column + of_b) * 128 + (chunk_b ^ lane % 8) * 16;
-    }
-    __device__ __forceinline__ void load_a(int slot, uint32_t stage, int quarter) {
+// A row of the stage is a row of A, a column of B or, MN-major, one of K: then a quarter is 16 of the 32 rows of K, of
+// either piece, and i / 2 is which line. The address of another quarter is `from` with the byte offset of the quarter
+// xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and needs stages that begin at
+// multiples of 128 bytes.
+template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
+    uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-            load_matrices<false>(a[slot][i], (lane_a + stage ^ quarter * 32) + i * 16 * 128);
-        }
+    for (int i = 0; i < COUNT; ++i) {
+        const int flip = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
+        const int rows_on = MN_MAJOR ? i / 2 * 32 + quarter % 2 * 16 : i * 16;
+        load_matrices<MN_MAJOR>(to[i], (from ^ flip) + rows_on * kLineBytes);
     }
-    // Each j loads 16 columns. TURNED: a quarter is 16 of the 32 rows of K, of either piece; j / 2 is which line.
-    __device__ __forceinline__ void load_b(int slot, uint32_t stage, int quarter) {
+}
+__device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTiles][4],
+    const uint32_t (&a)[kRowTiles][4], const uint32_t (&b)[kColumnTiles / 2][4]) {
 #pragma unroll
-        for (int j = 0; j < kColumnTiles / 2; ++j) {
-            const int flip = TURNED ? quarter / 2 * 64 + j % 2 * 32 : quarter * 32;
-            const int rows_on = TURNED ? j / 2 * 32 + quarter % 2 * 16 : j * 16;
-            load_matrices<TURNED>(b[slot][j], (lane_b + stage ^ flip) + rows_on * 128);
-        }
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
-    __device__ __forceinline__ void multiply_add(
-        float (&part)[kRowTiles][kColumnTiles][4], int slot_a, int slot_b) const {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kColumnTiles; ++j) {
-                const uint32_t (&pair)[4] = b[slot_b][j / 2];
-                mma(part[i][j], a[slot_a][i], pair[j % 2 * 2], pair[j % 2 * 2 + 1]);
-            }
-        }
-    }
-};
+}
 // The column of sum j of the 16 that a thread has of a row. `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, TURNED, C = A B. C is (A's rows, n), and K is `lines` lines. Every `anew` lines a row's accumulators,
-// times scales[line / kPart * scales_pitch + row], are added to its sums; with scales_pitch 0 a row has one scale. At
-// the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
-// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same
-// four rows.
-template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
-    multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
-        int scales_pitch, int n, int lines, int anew, const __grid_constant__ Epilogue epilogue) {
-#if __CUDA_ARCH__ >= 800
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. Every `interval` lines a row's
+// accumulators, times scales[line / kScaleLines * scales_pitch + row], are added to its sums; with scales_pitch 0 a row
+// has one scale. At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
+// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four
+// rows.
+template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
+    multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ scales,
+        int scales_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
+#if __CUDA_ARCH__ < 800
+    __trap();  // there is no cp.async
+#else
     extern __shared__ __align__(128) unsigned char stages[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int warp_row = warp / 2 * 32, warp_column = warp % 2 * 64;
-    const Corner tile = find_tile(a.rows, n);
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
-    Copies<TURNED> copies(a, b, tile, n, lines, base);
-    Registers<TURNED> registers(base, warp_row, warp_column);
-    for (int line = 0; line < kStages; ++line) copies.load(line);
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
+    // Tiles are taken in bands of kBand rows of tiles, a band column by column, so that L2 still has their operands.
+    const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
+    const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
+    const int height = min(kBand, down - band);
+    const int tile_row = (band + inside % height) * kTileRows, tile_column = inside / height * kTileColumns;
+    Copies<MN_MAJOR> copies(a, b, tile_row, tile_column, n, lines, base);
+    // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
+    // K 0..15 first, and lo of K 16..31 later.
+    uint32_t slot_a[3][kRowTiles][4], slot_b[3][kColumnTiles / 2][4];
+    const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
+    const uint32_t lane_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t lane_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
+    const auto load_a = [&](int slot, uint32_t stage, int quarter) {
+        load_quarter<false>(slot_a[slot], lane_a + stage, quarter);
+    };
+    const auto load_b = [&](int slot, uint32_t stage, int quarter) {
+        load_quarter<MN_MAJOR>(slot_b[slot], lane_b + stage, quarter);
+    };
+    for (int line = 0; line < kStages; ++line) copies.start(line);
     wait_copies<kStages - 1>();
     __syncthreads();
-    registers.load_a(2, 0, 2);
-    registers.load_b(0, 0, 0);
+    load_a(2, 0, 2);
+    load_b(0, 0, 0);
     float sum[4][16] = {};
     int line = 0;
     do {
-        float part[kRowTiles][kColumnTiles][4] = {}, scale[4];
+        float acc[kRowTiles][kColumnTiles][4] = {}, scale[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = min(tile.row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
+            const int row = min(tile_row + warp_row + i * 8 + lane / 4, a.rows - 1);
+            scale[i] = scales[int64_t(line / kScaleLines) * scales_pitch + row];
         }
-        const int end = min(line + anew, lines);
+        const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
         // The small products come first, since what is added is truncated relative to the accumulator. The loads of the
         // next operands are issued before the multiply_add that they overlap.
         for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            registers.load_a(0, stage, 0);
-            registers.load_b(2, stage, 2);
-            registers.multiply_add(part, 2, 0);
-            registers.load_a(2, stage, 3);
-            registers.load_b(1, stage, 1);
-            registers.multiply_add(part, 0, 2);
-            registers.load_a(1, stage, 1);
-            registers.load_b(2, stage, 3);
-            registers.multiply_add(part, 2, 1);
-            registers.multiply_add(part, 1, 2);
+            load_a(0, stage, 0);
+            load_b(2, stage, 2);
+            multiply_add(acc, slot_a[2], slot_b[0]);
+            load_a(2, stage, 3);
+            load_b(1, stage, 1);
+            multiply_add(acc, slot_a[0], slot_b[2]);
+            load_a(1, stage, 1);
+            load_b(2, stage, 3);
+            multiply_add(acc, slot_a[2], slot_b[1]);
+            multiply_add(acc, slot_a[1], slot_b[2]);
             // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
-            // all warps have read this line's stage, which copies.load overwrites. (The last round's loads from `next`
+            // all warps have read this line's stage, which copies.start overwrites. (The last round's loads from `next`
             // get old numbers, which are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
-            copies.load(line + kStages);
-            registers.multiply_add(part, 0, 0);
-            registers.load_a(2, next, 2);
-            registers.load_b(0, next, 0);
-            registers.multiply_add(part, 1, 1);
+            copies.start(line + kStages);
+            multiply_add(acc, slot_a[0], slot_b[0]);
+            load_a(2, next, 2);
+            load_b(0, next, 0);
+            multiply_add(acc, slot_a[1], slot_b[1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
+            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
         }
     } while (line < lines);
-    epilogue(tile.row + warp_row + lane / 4, tile.column + warp_column + lane % 4 * 2, sum);
+    epilogue(tile_row + warp_row + lane / 4, tile_column + warp_column + lane % 4 * 2, sum);
 #endif
 }
 // Stores what a thread has of C (m, n).
@@ -453,8 +428,8 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
 // sums together.
 struct Linear {
     const float *x, *weight, *bias;
-    const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
+    float *unscale, *doubt;  // of x's rows, then of W's
     // v[i][j] is the sum of row + i * next_row and column_at(j). COLUMNS is 16, and next_row 8, in an epilogue of
     // multiply; in a kernel after cuBLAS's product a thread has COLUMNS neighbouring columns of neighbouring rows. v is
     // already multiplied by unscale_x, not yet by unscale_w.
@@ -486,8 +461,12 @@ struct Linear {
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int at = __shfl_sync(~0u, column_at(which % 16), owner);
-            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * next_row, at) + bias[at];
+            const int64_t of_x = __shfl_sync(~0u, row, owner) + which / 16 * next_row;
+            const int64_t of_w = __shfl_sync(~0u, column_at(which % 16), owner);
+            float own = 0;
+#pragma unroll 1
+            for (int i = threadIdx.x % 32; i < k; i += 32) own = fmaf(x[of_x * k + i], weight[of_w * k + i], own);
+            own = reduce(own, 32, Sum()) + bias[of_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
@@ -497,73 +476,50 @@ struct Linear {
             }
         }
     }
-    __device__ __forceinline__ float multiply_rows(int64_t of_x, int64_t of_w) const {
-        float sum = 0;
-#pragma unroll 1
-        for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[of_x * k + i], weight[of_w * k + i], sum);
-        return reduce(sum, 32, Sum());
-    }
 };
 
-// ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
-template <bool TURNED, class Epilogue> static cudaError_t launch_multiply(const PieceRows& a, const PieceRows& b,
-    const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
-    int device = 0;
-    int major = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (major < 8) return cudaErrorNotSupported;
-    constexpr int kBytes = kStages * kStageBytes;
-    const auto kernel = multiply<TURNED, Epilogue>;
-    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // anew is kPart at most, as a scale may change after kPart lines.
-    const int lines = int(pitch_of(k, 2) / kLine), anew = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
+// ---- Launching the product. What the C++ calls returns, as an int, the cudaError_t of its launches. ----
+template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
+    if (dtype == 0) call(float());
+    if (dtype == 1) call(__half());
+    if (dtype == 2) call(__nv_bfloat16());
     return cudaGetLastError();
 }
-// Bytes of the workspace of a split x (m, k) and W (n, k): x's pieces, W's, then `unscale` of x and W, then `doubt`.
-extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces) {
-    return divide_up((m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float))), 128) * 128;
+template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Operand& a, const Operand& b,
+    const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    constexpr int kBytes = kStages * kStageBytes;
+    const auto kernel = multiply<MN_MAJOR, Epilogue>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    // The interval is kScaleLines at most, as the scale may change after these.
+    const int lines = int(pitch_of(k, 2) / kLine), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, interval, epilogue);
 }
-template <int PIECES> struct Split {
-    Rows x, w;
-    int k;
-    Split(const float* x_values, const float* w_values, void* workspace, int64_t m, int64_t n, int64_t k) : k(int(k)) {
-        __half *const of_x = static_cast<__half*>(workspace), *const of_w = of_x + m * pitch_of(k, PIECES);
-        float *const unscale = reinterpret_cast<float*>(of_w + n * pitch_of(k, PIECES)), *const doubt = unscale + m + n;
-        x = {x_values, m, of_x, unscale, doubt};
-        w = {w_values, n, of_w, unscale + m, doubt + m};
-    }
-    PieceRows operand(const Rows& rows) const { return {rows.pieces, int(rows.count), pitch_of(k, PIECES)}; }
-    cudaError_t launch(cudaStream_t stream) const {
-        int threads = 32;  // becomes the fewest that hold a row in registers, or 256
-        while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
-        split_rows<PIECES><<<unsigned(x.count + w.count), threads, 0, stream>>>(x, w, k);
-        return cudaGetLastError();
-    }
-};
-// h = x W^T + bias, and what its epilogue makes of it.
-template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_t stream) {
-    Linear& own = epilogue.linear;
-    const Split<2> split(own.x, own.weight, workspace, own.m, own.n, own.k);
-    own.unscale = split.x.unscale;
-    own.doubt = split.x.doubt;
-    const cudaError_t error = split.launch(stream);
-    if (error != cudaSuccess) return error;
-    const PieceRows a = split.operand(split.x), b = split.operand(split.w);
-    return launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+// Splits x (m, k) and W, `rows` rows in all. To `scales` it writes the inverses of their scales, then their doubts.
+template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
+    __half* pieces, float* scales, cudaStream_t stream) {
+    int threads = 32;  // becomes the fewest that hold a row in registers, or 256
+    while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
+    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
+}
+// h = x W^T + bias, and what its epilogue makes of it. epilogue.linear names the scales and doubts that are written.
+template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
+    const Linear& own = epilogue.linear;
+    const int64_t pitch = pitch_of(own.k, 2);
+    launch_split<2>(own.x, own.weight, own.m, own.m + own.n, own.k, pieces, own.unscale, stream);
+    const Operand a = {pieces, own.m, pitch}, b = {pieces + own.m * pitch, own.n, pitch};
+    launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+    return cudaGetLastError();
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
-// Both are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over the rows of
+// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. The products sum over the rows of
 // B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these
 // scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values
 // is scaled up like any other, and the inverse of its scale makes G's column (or row) small instead.
 //
-// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
+// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin again after them.
 // So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of these sums,
 // and none is computed again.
 //
@@ -572,33 +528,26 @@ template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, vo
 //     B, split         W (n, k)                      x (m, k)
 //     A's scales       [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows and columns of G that a block owns
-static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
+static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
 constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
 constexpr int kSplitThreads = 256;
-struct GradientSplit {
-    const float* g;
-    int m, n;
-    bool of_weight;  // dW rather than dX
-    const float* factors;  // K of them: the inverses of the scales of B's rows
-    __half* pieces;  // of A
-    float* scales;  // the inverse scale of each part of each row of A
-};
-// A block reads its square of G to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A, and
-// each lane has two neighbours of every 32 values.
-__global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ GradientSplit own) {
+// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A,
+// and each lane has two neighbours of every 32 values. They multiply the row by `factors`, the inverses of the scales
+// of the K rows of B, and store its pieces and the inverse of its own scale.
+__global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __restrict__ g, int m, int n,
+    bool of_weight, const float* __restrict__ factors, __half* __restrict__ pieces, float* __restrict__ scales) {
     extern __shared__ float values[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
 #pragma unroll 8
     for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
         const int row = first_row + i / kSide, column = first_column + i % kSide;
-        const bool exists = row < own.m && column < own.n;
-        values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
+        values[i / kSide * kPitch + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
     }
     __syncthreads();
     // In shared memory, from one row of A to the next, and along a row, from one of K to the next.
-    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;
-    const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
-    const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
+    const int next_row = of_weight ? 1 : kPitch, next_k = of_weight ? kPitch : 1;
+    const int rows = of_weight ? n : m, terms = of_weight ? m : n, lane = threadIdx.x % 16;
+    const int first = of_weight ? first_column : first_row, first_k = of_weight ? first_row : first_column;
     const int64_t pitch = pitch_of(terms, 2);
     for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
         const int row = first + i;
@@ -606,7 +555,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_con
 #pragma unroll
         for (int j = 0; j < kSide / 16; ++j) {
             const int at = j / 2 * 32 + lane * 2 + j % 2;
-            const float factor = first_k + at < terms ? own.factors[first_k + at] : 0;
+            const float factor = first_k + at < terms ? factors[first_k + at] : 0;
             v[j] = values[i * next_row + at * next_k] * factor;
             largest = fmaxf(largest, finite_magnitude(v[j]));
         }
@@ -616,9 +565,9 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_con
 #pragma unroll
         for (int j = 0; j < kSide / 16; j += 2) {
             const int at = first_k + j / 2 * 32 + lane * 2;
-            if (2 * at < pitch) store_pieces<2>(own.pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
+            if (2 * at < pitch) store_pieces<2>(pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
         }
-        if (lane == 0) own.scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (lane == 0) scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue that stores C as it is
@@ -628,32 +577,21 @@ struct StoreProduct {  // the epilogue that stores C as it is
         store_values(out, row, column, m, n, v);
     }
 };
-// Bytes of launch_gradient's workspace: what split_rows makes of `other`, then the pieces of A, then A's scales.
-extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k) {
-    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
-    const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
-    return split_bytes(terms, 0, k, 2) + rows * (pieces + divide_up(terms, kSide) * int64_t(sizeof(float)));
-}
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k).
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
-    int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The rest is scratch memory for
+// the pieces and scales of A and B.
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
+    float* scales_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
-    const Split<2> split(other, nullptr, workspace, terms, 0, k);
-    __half* const pieces = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(terms, 0, k, 2));
-    float* const scales = reinterpret_cast<float*>(pieces + rows * pitch_of(terms, 2));
-    cudaError_t error = split.launch(stream);
-    if (error != cudaSuccess) return error;
+    __half *const of_a = static_cast<__half*>(pieces_a), *const of_b = static_cast<__half*>(pieces_b);
+    launch_split<2>(other, nullptr, terms, terms, k, of_b, scales_b, stream);
     constexpr int kBytes = kSide * kPitch * int(sizeof(float));
-    error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
+    cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(
-        {g, int(m), int(n), of_weight, split.x.unscale, pieces, scales});
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-    const PieceRows a = {pieces, int(rows), pitch_of(terms, 2)};
+    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, int(m), int(n), of_weight, scales_b, of_a, scales_a);
+    const Operand a = {of_a, int(rows), pitch_of(terms, 2)}, b = {of_b, int(terms), pitch_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    return launch_multiply<true>(a, split.operand(split.x), scales, rows, k, terms, epilogue, stream);
+    launch_multiply<true>(a, b, scales_a, rows, k, terms, epilogue, stream);
+    return cudaGetLastError();
 }
 
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
@@ -677,9 +615,7 @@ constexpr int kRowThreads = 256, kRowValues = 32;
 template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT], int group) {
     __shared__ float of_warp[COUNT][kRowThreads / 32];
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) {
-        for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v[c] += __shfl_xor_sync(~0u, v[c], offset);
-    }
+    for (int c = 0; c < COUNT; ++c) v[c] = reduce(v[c], min(group, 32), Sum());
     if (group <= 32) return;
     __syncthreads();  // all warps have read what an earlier call left in of_warp
     const int warps = group / 32;
@@ -690,14 +626,13 @@ template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT]
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < COUNT; ++c) {
-        v[c] = of_warp[c][threadIdx.x / group * warps + threadIdx.x % warps];
-        for (int offset = warps / 2; offset > 0; offset /= 2) v[c] += __shfl_xor_sync(~0u, v[c], offset);
+        v[c] = reduce(of_warp[c][threadIdx.x / group * warps + threadIdx.x % warps], warps, Sum());
     }
 }
 
 // Makes the compiler believe that the pack changed. Otherwise it would convert bfloat16 to float once and keep the
 // floats, in twice the registers: at the benchmark shape row_gradients would take 46 us instead of 32 (H200).
-template <class Sixteen> __device__ __forceinline__ void hide(Sixteen& bytes) {
+template <class Sixteen> __device__ __forceinline__ void optimization_barrier(Sixteen& bytes) {
     uint4& v = reinterpret_cast<uint4&>(bytes);
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
@@ -707,12 +642,13 @@ template <typename T, int TENSORS> struct HeldRows {
     static constexpr int V = 16 / sizeof(T), kHeld = kRowValues / V;
     using Own = Pack<T, V>;
     int64_t row;
-    int group, lane, packs;
+    int n, group, lane, packs;
     const Own* from[TENSORS];
     Own held[TENSORS][kHeld];
 
     __device__ __forceinline__ HeldRows(const T* const (&tensors)[TENSORS], int64_t m, int n, int group)
         : row(int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group),
+          n(n),
           group(group),
           lane(threadIdx.x % group),
           packs(row < m ? n / V : 0) {
@@ -735,7 +671,7 @@ template <typename T, int TENSORS> struct HeldRows {
 #pragma unroll
             for (int t = 0; t < TENSORS; ++t) {
                 now[t] = held[t][i];
-                hide(now[t]);
+                optimization_barrier(now[t]);
             }
             if (at < packs) use(now, at);
         }
@@ -744,6 +680,21 @@ template <typename T, int TENSORS> struct HeldRows {
             for (int t = 0; t < TENSORS; ++t) now[t] = from[t][at];
             use(now, at);
         }
+    }
+    // Calls value(v) for each column, where v[t] is that of tensor t, and stores the results to row `row` of `to`, if
+    // that is not null.
+    template <class Value> __device__ __forceinline__ void store(T* to, const Value& value) const {
+        each([&](const auto& packs, int at) {
+            Own result;
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+                float v[TENSORS];
+#pragma unroll
+                for (int t = 0; t < TENSORS; ++t) v[t] = to_float(packs[t].value[j]);
+                result.value[j] = from_float<T>(value(v));
+            }
+            if (to != nullptr) reinterpret_cast<Own*>(to + row * n)[at] = result;
+        });
     }
 };
 
@@ -755,8 +706,8 @@ struct RowStatistics {
 };
 // The statistics of the first tensor's row. Deviations and their squares are summed within a pack first, then added to
 // the thread's sums: so a sum is rounded fewer times.
-template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(const Rows& rows, int n, float eps) {
-    const float share = 1.0f / n;  // multiplied into each term of the mean: their plain sum could overflow
+template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(const Rows& rows, float eps) {
+    const float share = 1.0f / rows.n;  // multiplied into each term of the mean: their plain sum could overflow
     float mean[1] = {};
     rows.each([&](const auto& packs, int) {
         for (const auto v : packs[0].value) mean[0] = fmaf(to_float(v), share, mean[0]);
@@ -785,18 +736,9 @@ template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(co
 // A group of threads owns a row.
 template <typename T> __global__ void __launch_bounds__(kRowThreads)
     finish_rows(const T* h, const T* y, T* out, int64_t m, int n, float eps, int group) {
-    using Held = HeldRows<T, 2>;
-    const Held rows({h, y}, m, n, group);
-    const RowStatistics own = row_statistics(rows, n, eps);
-    rows.each([&](const auto& packs, int at) {
-        typename Held::Own result;
-#pragma unroll
-        for (int j = 0; j < Held::V; ++j) {
-            const float plus = to_float(packs[1].value[j]);
-            result.value[j] = from_float<T>((own.normalise(to_float(packs[0].value[j])) + plus) * plus);
-        }
-        reinterpret_cast<typename Held::Own*>(out + rows.row * n)[at] = result;
-    });
+    const HeldRows<T, 2> rows({h, y}, m, n, group);
+    const RowStatistics own = row_statistics(rows, eps);
+    rows.store(out, [&](const float (&v)[2]) { return (own.normalise(v[0]) + v[1]) * v[1]; });
 }
 
 // With z as above and d = grad * y, which is z's gradient:
@@ -806,71 +748,48 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 // grad_y is null if it is not wanted.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
-    using Held = HeldRows<T, 3>;
-    const Held rows({h, y, grad}, m, n, group);
-    const RowStatistics own = row_statistics(rows, n, eps);
+    const HeldRows<T, 3> rows({h, y, grad}, m, n, group);
+    const RowStatistics own = row_statistics(rows, eps);
     float sums[2] = {};  // of d, of d z
-    rows.each([&](const auto& packs, int at) {
-        typename Held::Own result;
-#pragma unroll
-        for (int j = 0; j < Held::V; ++j) {
-            const float z = own.normalise(to_float(packs[0].value[j]));
-            const float plus = to_float(packs[1].value[j]), given = to_float(packs[2].value[j]), d = given * plus;
-            sums[0] += d;
-            sums[1] = fmaf(d, z, sums[1]);
-            result.value[j] = from_float<T>(fmaf(given, z + plus, d));
-        }
-        if (grad_y != nullptr) reinterpret_cast<typename Held::Own*>(grad_y + rows.row * n)[at] = result;
+    rows.store(grad_y, [&](const float (&v)[3]) {
+        const float z = own.normalise(v[0]), d = v[2] * v[1];
+        sums[0] += d;
+        sums[1] = fmaf(d, z, sums[1]);
+        return fmaf(v[2], z + v[1], d);
     });
     sum_group(sums, group);
     const float mean_d = sums[0] / n, mean_dz = sums[1] / n, rstd = fmaf(own.rstd, -truncated, own.rstd);
-    rows.each([&](const auto& packs, int at) {
-        typename Held::Own result;
-#pragma unroll
-        for (int j = 0; j < Held::V; ++j) {
-            const float z = own.normalise(to_float(packs[0].value[j]));
-            const float d = to_float(packs[1].value[j]) * to_float(packs[2].value[j]);
-            result.value[j] = from_float<T>(rstd * (d - mean_d - z * mean_dz));
-        }
-        reinterpret_cast<typename Held::Own*>(grad_h + rows.row * n)[at] = result;
+    rows.store(grad_h, [&](const float (&v)[3]) {
+        const float z = own.normalise(v[0]), d = v[2] * v[1];
+        return rstd * (d - mean_d - z * mean_dz);
     });
 }
 
-// The smallest group that holds a row, else 256 threads, which read the rest again; and the blocks for m rows.
-struct RowLaunch {
+// The threads of the smallest group that holds a row, else 256, which read the rest again.
+static int group_of(int64_t n) {
     int group = 8;
-    unsigned blocks;
-    RowLaunch(int64_t m, int64_t n) {
-        while (group < kRowThreads && group * kRowValues < n) group *= 2;
-        blocks = unsigned((m * group + kRowThreads - 1) / kRowThreads);
-    }
-};
-template <class Call> static cudaError_t with_dtype(int dtype, const Call& call) {
-    if (dtype == 0) return call(float());
-    if (dtype == 1) return call(__half());
-    return call(__nv_bfloat16());
+    while (group < kRowThreads && group * kRowValues < n) group *= 2;
+    return group;
 }
-// What the C++ calls. dtype: 0 float32, 1 float16, 2 bfloat16. All tensors are (m, n), contiguous and 16-byte aligned;
-// n is a multiple of 8.
+// All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
 extern "C" int launch_finish_rows(
     int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream) {
-    const RowLaunch rows(m, n);
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        finish_rows<<<rows.blocks, kRowThreads, 0, stream>>>(
-            static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), m, int(n), eps, rows.group);
-        return cudaGetLastError();
+        const auto as = [](const void* p) { return static_cast<const T*>(p); };
+        const int group = group_of(n);
+        finish_rows<<<unsigned(divide_up(m * group, kRowThreads)), kRowThreads, 0, stream>>>(
+            as(h), as(y), static_cast<T*>(out), m, int(n), eps, group);
     });
 }
 extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* grad_h,
     void* grad_y, int64_t m, int64_t n, float eps, float truncated, cudaStream_t stream) {
-    const RowLaunch rows(m, n);
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        row_gradients<<<rows.blocks, kRowThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<const T*>(y),
-            static_cast<const T*>(grad), static_cast<T*>(grad_h), static_cast<T*>(grad_y), m, int(n), eps, truncated,
-            rows.group);
-        return cudaGetLastError();
+        const auto as = [](const void* p) { return static_cast<const T*>(p); };
+        const int group = group_of(n);
+        row_gradients<<<unsigned(divide_up(m * group, kRowThreads)), kRowThreads, 0, stream>>>(
+            as(h), as(y), as(grad), static_cast<T*>(grad_h), static_cast<T*>(grad_y), m, int(n), eps, truncated, group);
     });
 }
 
@@ -884,10 +803,10 @@ struct StoreLinear {
         store_values(h, row, column, linear.m, linear.n, v);
     }
 };
-extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* workspace,
-    int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const Linear linear = {x, weight, bias, nullptr, nullptr, int(m), int(n), int(k)};
-    return launch_linear(StoreLinear{linear, h}, workspace, stream);
+extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* pieces,
+    float* scales, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const Linear linear = {x, weight, bias, int(m), int(n), int(k), scales, scales + m + n};
+    return launch_linear(StoreLinear{linear, h}, static_cast<__half*>(pieces), stream);
 }
 """
 
@@ -914,15 +833,17 @@ at::Tensor gradient_meta(const at::Tensor& g, const at::Tensor& other, bool of_w
 }
 
 #ifdef WITH_CUDA
-extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces);
-extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k);
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
-    int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
+    float* scales_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-at::Tensor bytes(int64_t count, const at::Tensor& like) { return at::empty({count}, like.options().dtype(at::kByte)); }
+// For the pieces of rows of k values, in whole lines: as pitch_of in the kernels.
+at::Tensor empty_pieces(int64_t rows, int64_t k, int pieces, const at::Tensor& like) {
+    return at::empty({rows, (k * pieces + 63) / 64 * 64}, like.options().dtype(at::kHalf));
+}
+float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
@@ -937,9 +858,12 @@ at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_w
     const at::Tensor out = gradient_meta(g, other, of_weight), given = aligned(g), second = aligned(other);
     const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
     check_product(g, m, n, k);
-    const at::Tensor workspace = bytes(gradient_bytes(of_weight, m, n, k), g);
-    check_launch(launch_gradient(of_weight, given.data_ptr<float>(), second.data_ptr<float>(), out.data_ptr<float>(),
-        workspace.data_ptr(), m, n, k, current_stream()));
+    const int64_t rows = out.size(0), terms = other.size(0);
+    const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
+    const at::Tensor scales_a = at::empty({(terms + 127) / 128, rows}, g.options());
+    const at::Tensor scales_b = at::empty({2, terms}, g.options());
+    check_launch(launch_gradient(of_weight, floats(given), floats(second), floats(out), pieces_a.data_ptr(),
+        floats(scales_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
     return out;
 }
 #endif
@@ -992,8 +916,8 @@ at::Tensor finish_cpu(const at::Tensor& given, const at::Tensor& given_y, double
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* workspace,
-    int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* pieces,
+    float* scales, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int launch_finish_rows(
     int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream);
 extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* grad_h,
@@ -1005,9 +929,9 @@ at::Tensor forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at:
     const at::Tensor plus = aligned(bias);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
-    const at::Tensor workspace = bytes(split_bytes(m, n, k, 2), x);
-    check_launch(launch_product(rows.data_ptr<float>(), columns.data_ptr<float>(), plus.data_ptr<float>(),
-        h.data_ptr<float>(), workspace.data_ptr(), m, n, k, current_stream()));
+    const at::Tensor pieces = empty_pieces(m + n, k, 2, x), scales = at::empty({2, m + n}, x.options());
+    check_launch(launch_product(floats(rows), floats(columns), floats(plus), floats(h), pieces.data_ptr(),
+        floats(scales), m, n, k, current_stream()));
     return h;
 }
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
@@ -1201,6 +1125,11 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 def _is_large(m: int, n: int, k: int) -> bool:
     """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles: with fewer, some SMs have none.
     With few rows, columns or terms the split takes longer than the product saves."""
+    if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+        if not (known(m >= 128) and known(m * n >= 2**20) and known(m * n * k >= 2**30) and known(m < 2**24)):
+            return False
     return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
 
 
@@ -1240,10 +1169,6 @@ def _is_ordinary(norm: nn.Module) -> bool:
     return _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
 
 
-def _made_contiguous(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None else grad.contiguous()  # None: autograd has no gradient to hand on
-
-
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """What follows the linear layer, in the Model's lines.
 
@@ -1255,7 +1180,7 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
         if h.is_cpu and h.requires_grad and not torch.compiler.is_compiling():
-            h.register_hook(_made_contiguous)
+            h.register_hook(lambda grad: None if grad is None else grad.contiguous())  # None: there is no gradient
     h = h + y  # rebinds h, so the old tensor is freed
     return h * y
 

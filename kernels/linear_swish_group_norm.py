@@ -54,60 +54,60 @@ CUDA_SOURCE = r"""
 
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
-// Tensor cores multiply fp16 numbers, of 11 bits, exactly and add the products up in float32. A float32 number, of 24
-// bits, is therefore split into two fp16 numbers, its pieces: hi is the nearest to it, lo the nearest to the rest.
-// Counted in x's last bit the rest is at most 2^12, where lo has steps of 2, and so is off by at most 1, 2^-23 of x:
+// Pieces. Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products up in float32. So a float32
+// number x, of 24 bits, is split into two fp16 numbers, its pieces: hi is x rounded to fp16, and lo is x - hi rounded
+// to fp16. The unit of x's last bit is 2^-23 of x at most. x - hi is at most 2^12 such units, where fp16 counts in
+// steps of 2 units, so lo is off by at most one. With w = hi' + lo' split likewise:
 //
-//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|,    and w = hi' + lo' alike. So x w is nearly
+//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
+//     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-//     hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
+// lo lo' is dropped, and three products remain. The K dropped terms of a sum have different signs and mostly cancel.
+// They add up to less than what float32 arithmetic loses, which rounds the sum after each of K additions by up to
+// 2^-24 of it. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
 //
-// and lo lo' is dropped. The K terms lo lo' of a sum have different signs and mostly cancel: they add up to less than
-// what float32 loses when it rounds, by up to 2^-24 of the sum so far, after each of K additions. Three products
-// remain. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
+// Scales. The largest fp16 number is 65504. So each row is first multiplied by the power of two that brings its largest
+// value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row
+// whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of
+// 8 there, and lo is -1.599609.
 //
-// Scales. fp16 ends at 65504. So each row is multiplied by the power of two that brings its largest value to
-// [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row whose
-// largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8
-// there, and lo is -1.599609.
-//
-// Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 32, 64 or 128 of K the accumulators are added to sums in float32 registers and begin anew
-// from zero: less often for larger K, as the error of SGEMM, cuBLAS's float32 product, grows with K as well. (The
-// product would take 9% less time with 64 in place of 32, and 4% less with 128 in place of 64. But then its errors
-// could be 1.2 times SGEMM's.)
+// Promotion. A tensor core does not round its sums, it truncates them, always towards zero, so errors grow with K.
+// Therefore the accumulators are added to sums in float32 registers and begin again at zero, after every 32, 64 or 128
+// of K: more for larger K, as the errors of SGEMM, cuBLAS's float32 product, grow with K as well. (With 64 in place of
+// 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times
+// SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
-//   - A scaled value is "coarse" if it is below 2^-2, and so less than 2^-16 of its row's largest. Then 2^-25 is more
-//     than the 2^-23 of it that hi and lo lose anyway.
-//   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
-//     by less than c 2^-25 2^15 = c 2^-10. That is less than float32 may lose, 2^-24 of the sum, if the sum is at least
-//     c 2^14.
+// Doubt. Below 2^-14 fp16 counts in steps of 2^-24, so that hi or lo may be off by 2^-25.
+//   - For a scaled value of 2^-2 or more that is within the 2^-23 of it which is lost anyway. A smaller one, which is
+//     below 2^-16 of its row's largest, is "coarse".
+//   - A coarse value is multiplied by one below 2^15. So c coarse values in two rows, taken together, change the sum by
+//     less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it that float32
+//     may lose.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
-//     below the doubt of its two rows is doubtful, and is computed again from the float32 values. That happens to fewer
-//     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
+//     smaller than its two rows' doubts together is doubtful, and is computed again from the float32 values. That
+//     happens to fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
 //   - Rows whose largest finite value is 2^75 or more have infinite doubt, as a sum times the first of its two inverse
 //     scales might overflow. Rows without a finite value but 0 have a doubt of -infinity: their sums are not computed
 //     again.
-//   - With hi alone (PIECES is 1, below) a sum may err by 2^-11 of itself, and the same doubt is over-careful.
 //
-// Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters of 16
-// numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
+// Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
+// of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
 //
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
-// PIECES is 2. Where TF32 is allowed, in linear_swish_group_norm only, it is 1: a line is hi of 64 values, cuBLAS
-// multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits.
+// This is for PIECES = 2. Where TF32 is allowed, in linear_swish_group_norm only, PIECES is 1: a line is hi of 64
+// values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (For its larger errors the same
+// doubt is over-careful.)
 //
-// A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits, or is in
-// its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the tile's 64 rows
-// of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1 and L + 2 are in
-// flight or there.
+// Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
+// or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
+// tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1
+// and L + 2 are in flight or there.
 //
-// ldmatrix reads the same chunk of 16 bytes of eight rows at once. At the same place of each row's 128 bytes these
-// would all lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ (r % 8):
+// Swizzle. ldmatrix reads the same 16-byte chunk of eight rows at once. If that were at the same place of each row's
+// 128 bytes, all eight would lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ r % 8:
 //
 //     place             0 1 2 3 4 5 6 7
 //     chunk in row 0    0 1 2 3 4 5 6 7
@@ -116,17 +116,18 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// TURNED: the product is C = A B instead, with an MN-major B: given as (K, n), and each of its rows split. A stage then
-// holds 32 rows (of K) of B, and of each row the four lines that have the tile's 128 columns: first line 0 of all 32
-// rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way from shared memory to registers.
+// MN-major. The gradients are products C = A B instead, of a B (K, n) whose rows are split: a row has one k, a line 32
+// columns. A stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0
+// of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
 
 constexpr int kLine = 64;  // fp16 numbers
+constexpr int kLineBytes = kLine * 2;
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
 constexpr int kStages = 3;
-constexpr int kStageBytes = (kTileRows + kTileColumns) * kLine * 2;
-constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
-constexpr int kBand = 16;  // rows of tiles that are taken column by column, so that L2 still has their operands
+constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
+constexpr int kBand = 16;  // rows of tiles
+constexpr int kScaleLines = 4;  // lines of a row of A that have one scale in the gradients: 128 of K
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
 // accumulators in registers, 128 of at most 255.
 constexpr int kThreads = 128;
@@ -172,26 +173,19 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     to[0] = hi;
     if (PIECES == 2) to[kTerms / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
 }
-// What split_rows reads and writes: float32 rows; their pieces, the inverse of their scales, and their doubt.
-struct Rows {
-    const float* values;
-    int64_t count;
-    __half* pieces;
-    float *unscale, *doubt;
-};
-// Block i owns row i of x or, from i = x.count on, row i - x.count of W. It finds the row's largest value, then splits
-// the row. In between, each of its threads, at most 256, keeps 32 values in registers. Of a row of more than 8192
-// values the others are read from memory twice.
+// Splits rows of k values: first the m of x, then those of W. Of row r it stores the pieces, the inverse of its scale,
+// unscale[r], and doubt[r]. Block r finds the row's largest value, then splits the row. In between, each of its at most
+// 256 threads keeps 32 values in registers. Of a row of more than 8192 values the others are read from memory twice.
 constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
-template <int PIECES> __global__ void __launch_bounds__(256)
-    split_rows(const __grid_constant__ Rows x, const __grid_constant__ Rows w, int k) {
+template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
+    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
     __shared__ unsigned largest_bits;
     __shared__ int coarse;  // how many values are coarse
-    const Rows& own = blockIdx.x < x.count ? x : w;
-    const int64_t row = blockIdx.x < x.count ? blockIdx.x : blockIdx.x - x.count, pitch = pitch_of(k, PIECES);
-    const float* const values = own.values + row * k;
-    const int step = 2 * blockDim.x, first = 2 * threadIdx.x;
+    const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
+    const float* const values = row < m ? x + row * k : w + (row - m) * k;
+    __half* const own = pieces + row * pitch;
+    const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);
     const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
         if (i >= k) return make_float2(0, 0);
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
@@ -200,42 +194,35 @@ template <int PIECES> __global__ void __launch_bounds__(256)
     float2 held[kPairs];
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) held[p] = pair_at(first + p * step);
-    if (threadIdx.x == 0) {
-        largest_bits = 0;
-        coarse = 0;
-    }
+    const auto each = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs of the row, and for zeros
+#pragma unroll
+        for (int p = 0; p < kPairs; ++p) use(first + p * step, held[p]);
+        for (int i = first + kPairs * step; i < filled; i += step) use(i, pair_at(i));
+    };
+    if (threadIdx.x == 0) largest_bits = coarse = 0;
     __syncthreads();
     float largest = 0;
-    const auto see = [&](const float2& pair) {
+    each([&](int, const float2& pair) {
         largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
-    };
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) see(held[p]);
-    for (int i = first + kPairs * step; i < k; i += step) see(pair_at(i));
+    });
     largest = reduce(largest, 32, Max());
     if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
-    const float scale = power_of_two(exponent), unscale = power_of_two(-exponent);
+    const float scale = power_of_two(exponent);
     int own_coarse = 0;
-    const auto split = [&](int i, const float2& pair) {
-        const float2 scaled = make_float2(pair.x * scale, pair.y * scale);
-        own_coarse += (scaled.x != 0 && fabsf(scaled.x) < 0x1p-2f) + (scaled.y != 0 && fabsf(scaled.y) < 0x1p-2f);
-        store_pieces<PIECES>(own.pieces + row * pitch, i, scaled.x, scaled.y);
-    };
-    // Also the zeros that fill the row's last line are stored.
-#pragma unroll
-    for (int p = 0; p < kPairs; ++p) {
-        if (first + p * step < pitch / PIECES) split(first + p * step, held[p]);
-    }
-    for (int i = first + kPairs * step; i < pitch / PIECES; i += step) split(i, pair_at(i));
+    each([&](int i, const float2& pair) {
+        if (i >= filled) return;  // otherwise also stores the zeros that fill the row's last line
+        const float a = pair.x * scale, b = pair.y * scale;
+        own_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        store_pieces<PIECES>(own, i, a, b);
+    });
     if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
     __syncthreads();
     if (threadIdx.x > 0) return;
-    own.unscale[row] = unscale;
-    own.doubt[row] = unscale > 0x1p60f ? INFINITY : coarse * 0x1p14f;
-    // No finite value but 0: the row's sums are 0 or not finite.
-    if (largest_bits == 0) own.doubt[row] = -INFINITY;
+    unscale[row] = power_of_two(-exponent);
+    // An exponent below -60: the largest finite value is 2^75 or more. Bits of 0: there is no finite value but 0.
+    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse * 0x1p14f;
 }
 
 // Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
@@ -250,8 +237,8 @@ template <int PENDING> __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 // Four 8 x 8 matrices of 16-bit numbers; lane 8 i + j points at row j of matrix i.
-template <bool TURNED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-    if constexpr (TURNED) {
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+    if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
             : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
             : "r"(from)
@@ -272,170 +259,158 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 }
 
 // Rows of pieces in device memory, `pitch` numbers from one to the next.
-struct PieceRows {
+struct Operand {
     const __half* values;
     int rows;
     int64_t pitch;
 };
-struct Corner { int row, column; };
-// The first row and column of this block's tile.
-__device__ __forceinline__ Corner find_tile(int m, int n) {
-    const int across = int(divide_up(n, kTileColumns));
-    const int down = int(divide_up(m, kTileRows));
-    const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
-    const int height = min(kBand, down - band);
-    return {(band + inside % height) * kTileRows, inside / height * kTileColumns};
-}
-// A thread's part of the copies to the stages: one 16-byte chunk of every 16th row. For rows and lines that do not
-// exist from_a and from_b may point past the end, but then nothing is read there.
-template <bool TURNED> struct Copies {
+// This thread's part of the copies to the stages: one 16-byte chunk of every 16th row of a stage. For rows and lines
+// that do not exist from_a and from_b may point past the end, but then nothing is read there.
+template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kThreads / 8;
-    const PieceRows &a, &b;
-    Corner tile;
-    int n, lines, first;
+    const Operand &a, &b;
+    int tile_row, tile_column, n, lines, first;
     uint32_t to;
     const __half *from_a, *from_b;
     __device__ __forceinline__ Copies(
-        const PieceRows& a, const PieceRows& b, const Corner& tile, int n, int lines, uint32_t stages)
-        : a(a), b(b), tile(tile), n(n), lines(lines), first(threadIdx.x / 8) {
+        const Operand& a, const Operand& b, int tile_row, int tile_column, int n, int lines, uint32_t stages)
+        : a(a), b(b), tile_row(tile_row), tile_column(tile_column), n(n), lines(lines), first(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
-        to = stages + first * 128 + (chunk ^ first % 8) * 16;
-        from_a = a.values + (tile.row + first) * a.pitch + chunk * 8;
-        from_b = b.values + (TURNED ? first * b.pitch + tile.column * 2 : (tile.column + first) * b.pitch) + chunk * 8;
+        to = stages + first * kLineBytes + (chunk ^ first % 8) * 16;
+        from_a = a.values + (tile_row + first) * a.pitch + chunk * 8;
+        from_b =
+            b.values + (MN_MAJOR ? first * b.pitch + tile_column * 2 : (tile_column + first) * b.pitch) + chunk * 8;
     }
-    __device__ __forceinline__ void load(int line) {  // must be called for line 0, 1, 2, ... in this order
+    __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
         const uint32_t stage = to + line % kStages * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kTileRows && line < lines; i += kStep) {
-            copy_async(stage + i * 128, from_a + i * a.pitch, tile.row + first + i < a.rows);
+            copy_async(stage + i * kLineBytes, from_a + i * a.pitch, tile_row + first + i < a.rows);
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
-            // TURNED: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
-            const __half* const own = from_b + (TURNED ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
-            const bool turned_exists = line * 32 + first + i % 32 < b.rows && (tile.column + i / 32 * 32) * 2 < b.pitch;
-            const bool exists = TURNED ? turned_exists : tile.column + first + i < n;
-            copy_async(stage + (kTileRows + i) * 128, own, exists);
+            // MN-major: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
+            const __half* const own = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
+            const bool mn_exists = line * 32 + first + i % 32 < b.rows && (tile_column + i / 32 * 32) * 2 < b.pitch;
+            const bool exists = MN_MAJOR ? mn_exists : tile_column + first + i < n;
+            copy_async(stage + (kTileRows + i) * kLineBytes, own, exists);
         }
         from_a += kLine;
-        from_b += TURNED ? 32 * b.pitch : kLine;
+        from_b += MN_MAJOR ? 32 * b.pitch : kLine;
         commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
     }
 };
-// A warp's operands of mma, in three slots of registers. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2
-// holds lo of K 0..15 first, and lo of K 16..31 later. load_a and load_b fill a slot from a quarter of the line in a
-// stage. lane_a and lane_b are where this lane points ldmatrix for the first quarter of stage 0:
+// Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as operands of mma. `from` is where this lane
+// points ldmatrix for the first quarter:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// A row of the stage is a row of A, a column of B or, TURNED, one of K. The address of another quarter is this one with
-// the byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
-// needs stages that begin at multiples of 128 bytes.
-template <bool TURNED> struct Registers {
-    uint32_t lane_a, lane_b;
-    uint32_t a[3][kRowTiles][4], b[3][kColumnTiles / 2][4];
-    __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // where the warp's part begins
-        const int lane = threadIdx.x % 32;
-        const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
-        lane_a = stages + (row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
-        lane_b = stages + (kTileRows + column + of_b) * 128 + (chunk_b ^ lane % 8) * 16;
-    }
-    __device__ __forceinline__ void load_a(int slot, uint32_t stage, int quarter) {
+// A row of the stage is a row of A, a column of B or, MN-major, one of K: then a quarter is 16 of the 32 rows of K, of
+// either piece, and i / 2 is which line. The address of another quarter is `from` with the byte offset of the quarter
+// xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and needs stages that begin at
+// multiples of 128 bytes.
+template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
+    uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-            load_matrices<false>(a[slot][i], (lane_a + stage ^ quarter * 32) + i * 16 * 128);
-        }
+    for (int i = 0; i < COUNT; ++i) {
+        const int flip = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
+        const int rows_on = MN_MAJOR ? i / 2 * 32 + quarter % 2 * 16 : i * 16;
+        load_matrices<MN_MAJOR>(to[i], (from ^ flip) + rows_on * kLineBytes);
     }
-    // Each j loads 16 columns. TURNED: a quarter is 16 of the 32 rows of K, of either piece; j / 2 is which line.
-    __device__ __forceinline__ void load_b(int slot, uint32_t stage, int quarter) {
+}
+__device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTiles][4],
+    const uint32_t (&a)[kRowTiles][4], const uint32_t (&b)[kColumnTiles / 2][4]) {
 #pragma unroll
-        for (int j = 0; j < kColumnTiles / 2; ++j) {
-            const int flip = TURNED ? quarter / 2 * 64 + j % 2 * 32 : quarter * 32;
-            const int rows_on = TURNED ? j / 2 * 32 + quarter % 2 * 16 : j * 16;
-            load_matrices<TURNED>(b[slot][j], (lane_b + stage ^ flip) + rows_on * 128);
-        }
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
-    __device__ __forceinline__ void multiply_add(
-        float (&part)[kRowTiles][kColumnTiles][4], int slot_a, int slot_b) const {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kColumnTiles; ++j) {
-                const uint32_t (&pair)[4] = b[slot_b][j / 2];
-                mma(part[i][j], a[slot_a][i], pair[j % 2 * 2], pair[j % 2 * 2 + 1]);
-            }
-        }
-    }
-};
+}
 // The column of sum j of the 16 that a thread has of a row. `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, TURNED, C = A B. C is (A's rows, n), and K is `lines` lines. Every `anew` lines a row's accumulators,
-// times scales[line / kPart * scales_pitch + row], are added to its sums; with scales_pitch 0 a row has one scale. At
-// the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
-// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same
-// four rows.
-template <bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
-    multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
-        int scales_pitch, int n, int lines, int anew, const __grid_constant__ Epilogue epilogue) {
-#if __CUDA_ARCH__ >= 800
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. Every `interval` lines a row's
+// accumulators, times scales[line / kScaleLines * scales_pitch + row], are added to its sums; with scales_pitch 0 a row
+// has one scale. At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
+// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four
+// rows.
+template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
+    multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ scales,
+        int scales_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
+#if __CUDA_ARCH__ < 800
+    __trap();  // there is no cp.async
+#else
     extern __shared__ __align__(128) unsigned char stages[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int warp_row = warp / 2 * 32, warp_column = warp % 2 * 64;
-    const Corner tile = find_tile(a.rows, n);
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
-    Copies<TURNED> copies(a, b, tile, n, lines, base);
-    Registers<TURNED> registers(base, warp_row, warp_column);
-    for (int line = 0; line < kStages; ++line) copies.load(line);
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
+    // Tiles are taken in bands of kBand rows of tiles, a band column by column, so that L2 still has their operands.
+    const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
+    const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
+    const int height = min(kBand, down - band);
+    const int tile_row = (band + inside % height) * kTileRows, tile_column = inside / height * kTileColumns;
+    Copies<MN_MAJOR> copies(a, b, tile_row, tile_column, n, lines, base);
+    // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
+    // K 0..15 first, and lo of K 16..31 later.
+    uint32_t slot_a[3][kRowTiles][4], slot_b[3][kColumnTiles / 2][4];
+    const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
+    const uint32_t lane_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t lane_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
+    const auto load_a = [&](int slot, uint32_t stage, int quarter) {
+        load_quarter<false>(slot_a[slot], lane_a + stage, quarter);
+    };
+    const auto load_b = [&](int slot, uint32_t stage, int quarter) {
+        load_quarter<MN_MAJOR>(slot_b[slot], lane_b + stage, quarter);
+    };
+    for (int line = 0; line < kStages; ++line) copies.start(line);
     wait_copies<kStages - 1>();
     __syncthreads();
-    registers.load_a(2, 0, 2);
-    registers.load_b(0, 0, 0);
+    load_a(2, 0, 2);
+    load_b(0, 0, 0);
     float sum[4][16] = {};
     int line = 0;
     do {
-        float part[kRowTiles][kColumnTiles][4] = {}, scale[4];
+        float acc[kRowTiles][kColumnTiles][4] = {}, scale[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = min(tile.row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            scale[i] = scales[int64_t(line / kPart) * scales_pitch + row];
+            const int row = min(tile_row + warp_row + i * 8 + lane / 4, a.rows - 1);
+            scale[i] = scales[int64_t(line / kScaleLines) * scales_pitch + row];
         }
-        const int end = min(line + anew, lines);
+        const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
         // The small products come first, since what is added is truncated relative to the accumulator. The loads of the
         // next operands are issued before the multiply_add that they overlap.
         for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            registers.load_a(0, stage, 0);
-            registers.load_b(2, stage, 2);
-            registers.multiply_add(part, 2, 0);
-            registers.load_a(2, stage, 3);
-            registers.load_b(1, stage, 1);
-            registers.multiply_add(part, 0, 2);
-            registers.load_a(1, stage, 1);
-            registers.load_b(2, stage, 3);
-            registers.multiply_add(part, 2, 1);
-            registers.multiply_add(part, 1, 2);
+            load_a(0, stage, 0);
+            load_b(2, stage, 2);
+            multiply_add(acc, slot_a[2], slot_b[0]);
+            load_a(2, stage, 3);
+            load_b(1, stage, 1);
+            multiply_add(acc, slot_a[0], slot_b[2]);
+            load_a(1, stage, 1);
+            load_b(2, stage, 3);
+            multiply_add(acc, slot_a[2], slot_b[1]);
+            multiply_add(acc, slot_a[1], slot_b[2]);
             // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
-            // all warps have read this line's stage, which copies.load overwrites. (The last round's loads from `next`
+            // all warps have read this line's stage, which copies.start overwrites. (The last round's loads from `next`
             // get old numbers, which are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
-            copies.load(line + kStages);
-            registers.multiply_add(part, 0, 0);
-            registers.load_a(2, next, 2);
-            registers.load_b(0, next, 0);
-            registers.multiply_add(part, 1, 1);
+            copies.start(line + kStages);
+            multiply_add(acc, slot_a[0], slot_b[0]);
+            load_a(2, next, 2);
+            load_b(0, next, 0);
+            multiply_add(acc, slot_a[1], slot_b[1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
+            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
         }
     } while (line < lines);
-    epilogue(tile.row + warp_row + lane / 4, tile.column + warp_column + lane % 4 * 2, sum);
+    epilogue(tile_row + warp_row + lane / 4, tile_column + warp_column + lane % 4 * 2, sum);
 #endif
 }
 // Stores what a thread has of C (m, n).
@@ -457,8 +432,8 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
 // sums together.
 struct Linear {
     const float *x, *weight, *bias;
-    const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
+    float *unscale, *doubt;  // of x's rows, then of W's
     // v[i][j] is the sum of row + i * next_row and column_at(j). COLUMNS is 16, and next_row 8, in an epilogue of
     // multiply; in a kernel after cuBLAS's product a thread has COLUMNS neighbouring columns of neighbouring rows. v is
     // already multiplied by unscale_x, not yet by unscale_w.
@@ -490,8 +465,12 @@ struct Linear {
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int at = __shfl_sync(~0u, column_at(which % 16), owner);
-            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * next_row, at) + bias[at];
+            const int64_t of_x = __shfl_sync(~0u, row, owner) + which / 16 * next_row;
+            const int64_t of_w = __shfl_sync(~0u, column_at(which % 16), owner);
+            float own = 0;
+#pragma unroll 1
+            for (int i = threadIdx.x % 32; i < k; i += 32) own = fmaf(x[of_x * k + i], weight[of_w * k + i], own);
+            own = reduce(own, 32, Sum()) + bias[of_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
@@ -501,73 +480,50 @@ struct Linear {
             }
         }
     }
-    __device__ __forceinline__ float multiply_rows(int64_t of_x, int64_t of_w) const {
-        float sum = 0;
-#pragma unroll 1
-        for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[of_x * k + i], weight[of_w * k + i], sum);
-        return reduce(sum, 32, Sum());
-    }
 };
 
-// ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
-template <bool TURNED, class Epilogue> static cudaError_t launch_multiply(const PieceRows& a, const PieceRows& b,
-    const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
-    int device = 0;
-    int major = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (major < 8) return cudaErrorNotSupported;
-    constexpr int kBytes = kStages * kStageBytes;
-    const auto kernel = multiply<TURNED, Epilogue>;
-    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // anew is kPart at most, as a scale may change after kPart lines.
-    const int lines = int(pitch_of(k, 2) / kLine), anew = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
+// ---- Launching the product. What the C++ calls returns, as an int, the cudaError_t of its launches. ----
+template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
+    if (dtype == 0) call(float());
+    if (dtype == 1) call(__half());
+    if (dtype == 2) call(__nv_bfloat16());
     return cudaGetLastError();
 }
-// Bytes of the workspace of a split x (m, k) and W (n, k): x's pieces, W's, then `unscale` of x and W, then `doubt`.
-extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces) {
-    return divide_up((m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float))), 128) * 128;
+template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Operand& a, const Operand& b,
+    const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    constexpr int kBytes = kStages * kStageBytes;
+    const auto kernel = multiply<MN_MAJOR, Epilogue>;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    // The interval is kScaleLines at most, as the scale may change after these.
+    const int lines = int(pitch_of(k, 2) / kLine), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, interval, epilogue);
 }
-template <int PIECES> struct Split {
-    Rows x, w;
-    int k;
-    Split(const float* x_values, const float* w_values, void* workspace, int64_t m, int64_t n, int64_t k) : k(int(k)) {
-        __half *const of_x = static_cast<__half*>(workspace), *const of_w = of_x + m * pitch_of(k, PIECES);
-        float *const unscale = reinterpret_cast<float*>(of_w + n * pitch_of(k, PIECES)), *const doubt = unscale + m + n;
-        x = {x_values, m, of_x, unscale, doubt};
-        w = {w_values, n, of_w, unscale + m, doubt + m};
-    }
-    PieceRows operand(const Rows& rows) const { return {rows.pieces, int(rows.count), pitch_of(k, PIECES)}; }
-    cudaError_t launch(cudaStream_t stream) const {
-        int threads = 32;  // becomes the fewest that hold a row in registers, or 256
-        while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
-        split_rows<PIECES><<<unsigned(x.count + w.count), threads, 0, stream>>>(x, w, k);
-        return cudaGetLastError();
-    }
-};
-// h = x W^T + bias, and what its epilogue makes of it.
-template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_t stream) {
-    Linear& own = epilogue.linear;
-    const Split<2> split(own.x, own.weight, workspace, own.m, own.n, own.k);
-    own.unscale = split.x.unscale;
-    own.doubt = split.x.doubt;
-    const cudaError_t error = split.launch(stream);
-    if (error != cudaSuccess) return error;
-    const PieceRows a = split.operand(split.x), b = split.operand(split.w);
-    return launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+// Splits x (m, k) and W, `rows` rows in all. To `scales` it writes the inverses of their scales, then their doubts.
+template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
+    __half* pieces, float* scales, cudaStream_t stream) {
+    int threads = 32;  // becomes the fewest that hold a row in registers, or 256
+    while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
+    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
+}
+// h = x W^T + bias, and what its epilogue makes of it. epilogue.linear names the scales and doubts that are written.
+template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
+    const Linear& own = epilogue.linear;
+    const int64_t pitch = pitch_of(own.k, 2);
+    launch_split<2>(own.x, own.weight, own.m, own.m + own.n, own.k, pieces, own.unscale, stream);
+    const Operand a = {pieces, own.m, pitch}, b = {pieces + own.m * pitch, own.n, pitch};
+    launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+    return cudaGetLastError();
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
-// Both are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over the rows of
+// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. The products sum over the rows of
 // B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these
 // scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values
 // is scaled up like any other, and the inverse of its scale makes G's column (or row) small instead.
 //
-// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin anew after them.
+// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin again after them.
 // So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of these sums,
 // and none is computed again.
 //
@@ -576,33 +532,26 @@ template <class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, vo
 //     B, split         W (n, k)                      x (m, k)
 //     A's scales       [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows and columns of G that a block owns
-static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
+static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
 constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
 constexpr int kSplitThreads = 256;
-struct GradientSplit {
-    const float* g;
-    int m, n;
-    bool of_weight;  // dW rather than dX
-    const float* factors;  // K of them: the inverses of the scales of B's rows
-    __half* pieces;  // of A
-    float* scales;  // the inverse scale of each part of each row of A
-};
-// A block reads its square of G to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A, and
-// each lane has two neighbours of every 32 values.
-__global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ GradientSplit own) {
+// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A,
+// and each lane has two neighbours of every 32 values. They multiply the row by `factors`, the inverses of the scales
+// of the K rows of B, and store its pieces and the inverse of its own scale.
+__global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __restrict__ g, int m, int n,
+    bool of_weight, const float* __restrict__ factors, __half* __restrict__ pieces, float* __restrict__ scales) {
     extern __shared__ float values[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
 #pragma unroll 8
     for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
         const int row = first_row + i / kSide, column = first_column + i % kSide;
-        const bool exists = row < own.m && column < own.n;
-        values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
+        values[i / kSide * kPitch + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
     }
     __syncthreads();
     // In shared memory, from one row of A to the next, and along a row, from one of K to the next.
-    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;
-    const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
-    const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
+    const int next_row = of_weight ? 1 : kPitch, next_k = of_weight ? kPitch : 1;
+    const int rows = of_weight ? n : m, terms = of_weight ? m : n, lane = threadIdx.x % 16;
+    const int first = of_weight ? first_column : first_row, first_k = of_weight ? first_row : first_column;
     const int64_t pitch = pitch_of(terms, 2);
     for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
         const int row = first + i;
@@ -610,7 +559,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_con
 #pragma unroll
         for (int j = 0; j < kSide / 16; ++j) {
             const int at = j / 2 * 32 + lane * 2 + j % 2;
-            const float factor = first_k + at < terms ? own.factors[first_k + at] : 0;
+            const float factor = first_k + at < terms ? factors[first_k + at] : 0;
             v[j] = values[i * next_row + at * next_k] * factor;
             largest = fmaxf(largest, finite_magnitude(v[j]));
         }
@@ -620,9 +569,9 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_con
 #pragma unroll
         for (int j = 0; j < kSide / 16; j += 2) {
             const int at = first_k + j / 2 * 32 + lane * 2;
-            if (2 * at < pitch) store_pieces<2>(own.pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
+            if (2 * at < pitch) store_pieces<2>(pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
         }
-        if (lane == 0) own.scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (lane == 0) scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue that stores C as it is
@@ -632,32 +581,21 @@ struct StoreProduct {  // the epilogue that stores C as it is
         store_values(out, row, column, m, n, v);
     }
 };
-// Bytes of launch_gradient's workspace: what split_rows makes of `other`, then the pieces of A, then A's scales.
-extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k) {
-    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
-    const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
-    return split_bytes(terms, 0, k, 2) + rows * (pieces + divide_up(terms, kSide) * int64_t(sizeof(float)));
-}
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k).
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
-    int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The rest is scratch memory for
+// the pieces and scales of A and B.
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
+    float* scales_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
-    const Split<2> split(other, nullptr, workspace, terms, 0, k);
-    __half* const pieces = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(terms, 0, k, 2));
-    float* const scales = reinterpret_cast<float*>(pieces + rows * pitch_of(terms, 2));
-    cudaError_t error = split.launch(stream);
-    if (error != cudaSuccess) return error;
+    __half *const of_a = static_cast<__half*>(pieces_a), *const of_b = static_cast<__half*>(pieces_b);
+    launch_split<2>(other, nullptr, terms, terms, k, of_b, scales_b, stream);
     constexpr int kBytes = kSide * kPitch * int(sizeof(float));
-    error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
+    cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(
-        {g, int(m), int(n), of_weight, split.x.unscale, pieces, scales});
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-    const PieceRows a = {pieces, int(rows), pitch_of(terms, 2)};
+    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, int(m), int(n), of_weight, scales_b, of_a, scales_a);
+    const Operand a = {of_a, int(rows), pitch_of(terms, 2)}, b = {of_b, int(terms), pitch_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    return launch_multiply<true>(a, split.operand(split.x), scales, rows, k, terms, epilogue, stream);
+    launch_multiply<true>(a, b, scales_a, rows, k, terms, epilogue, stream);
+    return cudaGetLastError();
 }
 
 // ---- The groups of linear_swish_group_norm ----
@@ -701,6 +639,16 @@ template <int COUNT> __device__ __forceinline__ void center_group(
     scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * scale;
 }
+// Turns h of one row's group into the network's output. bias, gamma and beta are those of the values' columns.
+template <int COUNT> __device__ __forceinline__ void finish_group(float (&v)[COUNT], const float (&bias)[COUNT],
+    const float (&gamma)[COUNT], const float (&beta)[COUNT], int lanes, float eps) {
+    float scale, shift;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) v[i] = activation(v[i]) + bias[i];
+    center_group(v, lanes, eps, scale, shift);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], scale, shift), gamma[i], beta[i]);
+}
 // The epilogue of the product. With `out` it is used only for groups of 64: four neighbouring lanes hold one.
 struct SwishGroupNorm {
     Linear linear;
@@ -712,22 +660,16 @@ struct SwishGroupNorm {
         linear.finish(row, 8, column, v);
         if (h != nullptr) store_values(h, row, column, m, n, v);
         if (out == nullptr) return;
-        float scale[4], shift[4];
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const float plus = bias[min(column_of(column, j), n - 1)];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[i][j] = activation(v[i][j]) + plus;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) center_group(v[i], 4, eps, scale[i], shift[i]);
+        float plus[16], times[16], shifts[16];
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
             const int at = min(column_of(column, j), n - 1);
-            const float times = gamma[at], plus = beta[at];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[i][j] = fmaf(fmaf(v[i][j], scale[i], shift[i]), times, plus);
+            plus[j] = bias[at];
+            times[j] = gamma[at];
+            shifts[j] = beta[at];
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) finish_group(v[i], plus, times, shifts, 4, eps);
         store_values(out, row, column, m, n, v);
     }
 };
@@ -742,8 +684,10 @@ template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish
     constexpr int V = 16 / sizeof(T);
     const unsigned index = blockIdx.x * 256 + threadIdx.x, pack = index % packs;
     const int64_t first = int64_t(index / packs) * kSliceRows;
-    const auto pack_at = [&](const T* from, int64_t row) {
-        return reinterpret_cast<const Pack<T, V>*>(from)[row * packs + pack];
+    const auto load = [&](float (&v)[V], const T* from, int64_t row) {
+        const Pack<T, V> own = reinterpret_cast<const Pack<T, V>*>(from)[row * packs + pack];
+#pragma unroll
+        for (int j = 0; j < V; ++j) v[j] = to_float(own.value[j]);
     };
     const auto store = [&](T* to, int r, const float (&v)[V]) {
         Pack<T, V> own;
@@ -751,17 +695,13 @@ template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish
         for (int j = 0; j < V; ++j) own.value[j] = from_float<T>(v[j]);
         if (first + r < rows) reinterpret_cast<Pack<T, V>*>(to)[(first + r) * packs + pack] = own;
     };
-    const Pack<T, V> plus = pack_at(bias, 0), times = pack_at(gamma, 0), shifts = pack_at(beta, 0);
+    float plus[V], times[V], shifts[V], v[kSliceRows][V];
+    load(plus, bias, 0);
+    load(times, gamma, 0);
+    load(shifts, beta, 0);
     // All four loads are issued before any is used. Rows past the end read the last row, and are not stored.
-    Pack<T, V> held[kSliceRows];
-    float v[kSliceRows][V];
 #pragma unroll
-    for (int r = 0; r < kSliceRows; ++r) held[r] = pack_at(h, min(first + r, rows - 1));
-#pragma unroll
-    for (int r = 0; r < kSliceRows; ++r) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) v[r][j] = to_float(held[r].value[j]);
-    }
+    for (int r = 0; r < kSliceRows; ++r) load(v[r], h, min(first + r, rows - 1));
     if constexpr (SCALED) {
 #pragma unroll
         for (int r = 0; r < kSliceRows; ++r) {
@@ -773,16 +713,8 @@ template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish
     }
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) {
-        float scale, shift;
         if (SCALED && recorded) store(h, r, v[r]);
-#pragma unroll
-        for (int j = 0; j < V; ++j) v[r][j] = activation(v[r][j]) + to_float(plus.value[j]);
-        center_group(v[r], lanes, eps, scale, shift);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-            const float z = fmaf(v[r][j], scale, shift);
-            v[r][j] = fmaf(z, to_float(times.value[j]), to_float(shifts.value[j]));
-        }
+        finish_group(v[r], plus, times, shifts, lanes, eps);
         store(out, r, v[r]);
     }
 }
@@ -860,9 +792,8 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
 }
 // Adds up the partial sums of group_gradients' blocks, in double. A block owns 32 of their 4 n columns, and a warp adds
 // those of every eighth block of group_gradients.
-template <typename T> struct Vectors { T* of[4]; };
 template <typename T> __global__ void __launch_bounds__(256)
-    add_partials(const float* __restrict__ partials, int count, int n, const __grid_constant__ Vectors<T> to) {
+    add_partials(const float* __restrict__ partials, int count, int n, T* __restrict__ sums) {
     __shared__ double of_warp[8][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     double sum = 0;
@@ -872,30 +803,25 @@ template <typename T> __global__ void __launch_bounds__(256)
     __syncthreads();
     if (warp > 0 || column >= 4 * n) return;
     for (int w = 1; w < 8; ++w) sum += of_warp[w][lane];
-    to.of[column / n][column % n] = from_float<T>(float(sum));
+    sums[column] = from_float<T>(float(sum));
 }
 
-// ---- What the C++ calls. dtype: 0 float32, 1 float16, 2 bfloat16. ----
-// Pointers are to device memory, 16-byte aligned. `vectors` is a host array of such pointers.
+// ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
 
-template <class Call> static cudaError_t with_dtype(int dtype, const Call& call) {
-    if (dtype == 0) return call(float());
-    if (dtype == 1) return call(__half());
-    return call(__nv_bfloat16());
-}
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null.
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* h, float* out, void* workspace, int64_t m, int64_t n, int64_t k,
-    float eps, cudaStream_t stream) {
-    const Linear linear = {x, weight, linear_bias, nullptr, nullptr, int(m), int(n), int(k)};
-    return launch_linear(SwishGroupNorm{linear, bias, gamma, beta, h, out, eps}, workspace, stream);
+    const float* gamma, const float* beta, float* h, float* out, void* pieces, float* scales, int64_t m, int64_t n,
+    int64_t k, float eps, cudaStream_t stream) {
+    const Linear linear = {x, weight, linear_bias, int(m), int(n), int(k), scales, scales + m + n};
+    return launch_linear(SwishGroupNorm{linear, bias, gamma, beta, h, out, eps}, static_cast<__half*>(pieces), stream);
 }
-// Where TF32 is allowed: writes the hi of x's m rows, then of W's n rows, to the beginning of the workspace.
-extern "C" int launch_split_hi(
-    const float* x, const float* weight, void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    return Split<1>(x, weight, workspace, m, n, k).launch(stream);
+// Where TF32 is allowed: writes the hi of x's m rows, then of W's n rows.
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales, int64_t m, int64_t n,
+    int64_t k, cudaStream_t stream) {
+    launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), scales, stream);
+    return cudaGetLastError();
 }
-template <typename T, bool SCALED> static cudaError_t launch_groups(void* h, const void* bias, const void* gamma,
+template <typename T, bool SCALED> static void launch_groups(void* h, const void* bias, const void* gamma,
     const void* beta, void* out, int64_t m, int64_t n, int64_t groups, float eps, const Linear& linear, bool recorded,
     cudaStream_t stream) {
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
@@ -905,40 +831,35 @@ template <typename T, bool SCALED> static cudaError_t launch_groups(void* h, con
     const unsigned blocks = unsigned(divide_up(divide_up(m, kSliceRows) * n / V, 256));
     finish_groups<T, SCALED><<<blocks, 256, 0, stream>>>(static_cast<T*>(h), as(bias), as(gamma), as(beta),
         static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V), linear, recorded);
-    return cudaGetLastError();
 }
 // From h (m, n), the linear layer's output: writes the network's output to out.
 extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
-        const auto launch = launch_groups<decltype(zero), false>;
-        return launch(h, bias, gamma, beta, out, m, n, groups, eps, {}, false, stream);
+        launch_groups<decltype(zero), false>(h, bias, gamma, beta, out, m, n, groups, eps, {}, false, stream);
     });
 }
 // The same from cuBLAS's product, in h, of the hi and hi' that launch_split_hi wrote. If `recorded`, h becomes the
 // linear layer's output.
 extern "C" int launch_finish_scaled(float* h, const float* x, const float* weight, const float* linear_bias,
-    const float* bias, const float* gamma, const float* beta, float* out, void* workspace, int64_t m, int64_t n,
+    const float* bias, const float* gamma, const float* beta, float* out, float* scales, int64_t m, int64_t n,
     int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream) {
-    const Split<1> split(x, weight, workspace, m, n, k);
-    const Linear linear = {x, weight, linear_bias, split.x.unscale, split.x.doubt, int(m), int(n), int(k)};
-    return launch_groups<float, true>(h, bias, gamma, beta, out, m, n, groups, eps, linear, recorded, stream);
+    const Linear linear = {x, weight, linear_bias, int(m), int(n), int(k), scales, scales + m + n};
+    launch_groups<float, true>(h, bias, gamma, beta, out, m, n, groups, eps, linear, recorded, stream);
+    return cudaGetLastError();
 }
 extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kRowsOfSums); }
-// Writes G to g, and the gradients of the linear bias, bias, gamma and beta to `vectors`.
+// Writes G to g, and to `sums` (4, n) the gradients of the linear bias, bias, gamma and beta.
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    float* partials, void* g, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
-    cudaStream_t stream) {
+    float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
         const dim3 blocks(unsigned(partial_sums(m)), unsigned(divide_up(n, 128)));
         group_gradients<T><<<blocks, 256, 0, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
             int(n / groups / 4), eps, static_cast<T*>(g));
-        Vectors<T> to;
-        for (int i = 0; i < 4; ++i) to.of[i] = static_cast<T*>(vectors[i]);
-        add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(partials, int(blocks.x), int(n), to);
-        return cudaGetLastError();
+        add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(
+            partials, int(blocks.x), int(n), static_cast<T*>(sums));
     });
 }
 """
@@ -969,15 +890,17 @@ at::Tensor gradient_meta(const at::Tensor& g, const at::Tensor& other, bool of_w
 }
 
 #ifdef WITH_CUDA
-extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces);
-extern "C" int64_t gradient_bytes(bool of_weight, int64_t m, int64_t n, int64_t k);
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* workspace,
-    int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
+    float* scales_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-at::Tensor bytes(int64_t count, const at::Tensor& like) { return at::empty({count}, like.options().dtype(at::kByte)); }
+// For the pieces of rows of k values, in whole lines: as pitch_of in the kernels.
+at::Tensor empty_pieces(int64_t rows, int64_t k, int pieces, const at::Tensor& like) {
+    return at::empty({rows, (k * pieces + 63) / 64 * 64}, like.options().dtype(at::kHalf));
+}
+float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
@@ -992,9 +915,12 @@ at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_w
     const at::Tensor out = gradient_meta(g, other, of_weight), given = aligned(g), second = aligned(other);
     const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
     check_product(g, m, n, k);
-    const at::Tensor workspace = bytes(gradient_bytes(of_weight, m, n, k), g);
-    check_launch(launch_gradient(of_weight, given.data_ptr<float>(), second.data_ptr<float>(), out.data_ptr<float>(),
-        workspace.data_ptr(), m, n, k, current_stream()));
+    const int64_t rows = out.size(0), terms = other.size(0);
+    const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
+    const at::Tensor scales_a = at::empty({(terms + 127) / 128, rows}, g.options());
+    const at::Tensor scales_b = at::empty({2, terms}, g.options());
+    check_launch(launch_gradient(of_weight, floats(given), floats(second), floats(out), pieces_a.data_ptr(),
+        floats(scales_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
     return out;
 }
 #endif
@@ -1018,13 +944,11 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::T
     const at::Tensor h = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
     return {finish_meta(h, bias, gamma, beta, groups, eps), recorded ? h : at::empty({0}, x.options())};
 }
-// The gradients of h, the linear bias, bias, gamma and beta.
-std::vector<at::Tensor> finish_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
-    const at::Tensor& gamma, int64_t groups, double eps) {
+// The gradient of h, and as rows of a matrix (4, n) those of the linear bias, bias, gamma and beta.
+std::tuple<at::Tensor, at::Tensor> finish_backward_meta(const at::Tensor& grad, const at::Tensor& h,
+    const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps) {
     TORCH_CHECK(grad.scalar_type() == h.scalar_type() && grad.sym_sizes() == h.sym_sizes(), "grad (m, n)");
-    std::vector<at::Tensor> results = {finish_meta(h, bias, gamma, gamma, groups, eps)};
-    for (int i = 0; i < 4; ++i) results.push_back(at::empty_symint(bias.sym_sizes(), bias.options()));
-    return results;
+    return {finish_meta(h, bias, gamma, gamma, groups, eps), at::empty_symint({4, bias.sym_size(0)}, bias.options())};
 }
 
 // One thread finishes one group of a row. out holds v until the last loop. Statistics are added up in double.
@@ -1065,19 +989,18 @@ at::Tensor finish_cpu(const at::Tensor& given, const at::Tensor& bias, const at:
 
 #ifdef WITH_CUDA
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* h, float* out, void* workspace, int64_t m, int64_t n, int64_t k,
-    float eps, cudaStream_t stream);
-extern "C" int launch_split_hi(
-    const float* x, const float* weight, void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+    const float* gamma, const float* beta, float* h, float* out, void* pieces, float* scales, int64_t m, int64_t n,
+    int64_t k, float eps, cudaStream_t stream);
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales, int64_t m, int64_t n,
+    int64_t k, cudaStream_t stream);
 extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 extern "C" int launch_finish_scaled(float* h, const float* x, const float* weight, const float* linear_bias,
-    const float* bias, const float* gamma, const float* beta, float* out, void* workspace, int64_t m, int64_t n,
+    const float* bias, const float* gamma, const float* beta, float* out, float* scales, int64_t m, int64_t n,
     int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream);
 extern "C" int64_t partial_sums(int64_t m);
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    float* partials, void* g, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
-    cudaStream_t stream);
+    float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 
 void check_groups(int64_t n, int64_t groups) {
     TORCH_CHECK(n % groups == 0 && 128 % (n / groups) == 0 && n / groups >= 8, "groups of 8 to 128");
@@ -1106,39 +1029,36 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
     check_groups(n, groups);
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
-    const at::Tensor workspace = bytes(split_bytes(m, n, k, tf32 ? 1 : 2), x);
-    const auto p = [](const at::Tensor& t) { return t.data_ptr<float>(); };
+    const at::Tensor pieces = empty_pieces(m + n, k, tf32 ? 1 : 2, x), scales = at::empty({2, m + n}, x.options());
     if (tf32) {
-        check_launch(launch_split_hi(p(rows), p(columns), workspace.data_ptr(), m, n, k, current_stream()));
-        const int64_t pitch = (k + 63) / 64 * 64;  // as pitch_of(k, 1) in the kernels
-        const at::Tensor pieces = workspace.narrow(0, 0, (m + n) * pitch * 2).view(at::kHalf).view({m + n, pitch});
+        check_launch(launch_split_hi(
+            floats(rows), floats(columns), pieces.data_ptr(), floats(scales), m, n, k, current_stream()));
         h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
-        check_launch(launch_finish_scaled(p(h), p(rows), p(columns), p(offset), p(plus), p(times), p(shift), p(out),
-            workspace.data_ptr(), m, n, k, groups, float(eps), recorded, current_stream()));
+        check_launch(
+            launch_finish_scaled(floats(h), floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
+                floats(shift), floats(out), floats(scales), m, n, k, groups, float(eps), recorded, current_stream()));
         return {out, recorded ? h : at::empty({0}, x.options())};
     }
     const bool whole = n == 64 * groups;
     // h is stored if it is recorded or, as scratch, if groups are not of 64 and finish_cuda is to read it.
     const at::Tensor product = recorded || whole ? h : at::empty_like(out);
-    check_launch(launch_product(p(rows), p(columns), p(offset), p(plus), p(times), p(shift),
-        product.numel() > 0 ? p(product) : nullptr, whole ? p(out) : nullptr, workspace.data_ptr(), m, n, k, float(eps),
-        current_stream()));
+    check_launch(launch_product(floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
+        floats(shift), product.numel() > 0 ? floats(product) : nullptr, whole ? floats(out) : nullptr,
+        pieces.data_ptr(), floats(scales), m, n, k, float(eps), current_stream()));
     return {whole ? out : finish_cuda(product, bias, gamma, beta, groups, eps), h};
 }
-std::vector<at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
-    const at::Tensor& gamma, int64_t groups, double eps) {
+std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
+    const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(h.device());
-    const std::vector<at::Tensor> results = finish_backward_meta(grad, h, bias, gamma, groups, eps);
+    const auto [g, sums] = finish_backward_meta(grad, h, bias, gamma, groups, eps);
     const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0, "rows");
     check_groups(n, groups);
     const at::Tensor partials = at::empty({partial_sums(m), 4, n}, h.options().dtype(at::kFloat));
-    void* vectors[4];
-    for (int i = 0; i < 4; ++i) vectors[i] = results[i + 1].data_ptr();
     check_launch(launch_gradients(kernel_dtype(h), given.data_ptr(), kept.data_ptr(), plus.data_ptr(), times.data_ptr(),
-        partials.data_ptr<float>(), results[0].data_ptr(), vectors, m, n, groups, float(eps), current_stream()));
-    return results;
+        floats(partials), g.data_ptr(), sums.data_ptr(), m, n, groups, float(eps), current_stream()));
+    return {g, sums};
 }
 #endif
 
@@ -1149,7 +1069,8 @@ TORCH_LIBRARY(NAMESPACE, m) {
           "float eps, bool tf32, bool recorded) -> (Tensor, Tensor)");
     m.def("gradient(Tensor g, Tensor other, bool of_weight) -> Tensor");
     m.def("finish(Tensor h, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps) -> Tensor");
-    m.def("finish_backward(Tensor grad, Tensor h, Tensor bias, Tensor gamma, int groups, float eps) -> Tensor[]");
+    m.def("finish_backward(Tensor grad, Tensor h, Tensor bias, Tensor gamma, int groups, float eps)"
+          " -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("finish", finish_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1310,6 +1231,11 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 def _is_large(m: int, n: int, k: int) -> bool:
     """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles: with fewer, some SMs have none.
     With few rows, columns or terms the split takes longer than the product saves."""
+    if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+        if not (known(m >= 128) and known(m * n >= 2**20) and known(m * n * k >= 2**30) and known(m < 2**24)):
+            return False
     return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
 
 
@@ -1335,8 +1261,10 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool 
 def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether
     cuBLAS's fp16 product saves more time than the split takes."""
-    m, n = len(x), len(weight)
-    return m * n >= 2048 * (m + n) if _allows_tf32() else x.device.index in _BY_PIECES
+    if not _allows_tf32():
+        return x.device.index in _BY_PIECES
+    m, n = x.shape[0], weight.shape[0]
+    return not _is_exporting() and m * n >= 2048 * (m + n)
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1403,8 +1331,8 @@ class SwishGroupNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # they are to be differentiated in turn
             found = _gradients_to_differentiate(lambda *t: _differentiably(*t, *others), tensors, needs, grad)
         else:
-            of_h, _, *vectors = _operators.finish_backward(grad, *tensors[:3], *others)
-            found = of_h, *vectors
+            of_h, sums = _operators.finish_backward(grad, *tensors[:3], *others)
+            found = of_h, *sums[1:]
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
@@ -1430,10 +1358,10 @@ class LinearSwishGroupNorm(torch.autograd.Function):
             found = _gradients_to_differentiate(model, tensors, needs, grad)
         else:
             x, weight, _, bias, gamma, _ = tensors
-            g, *vectors = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
+            g, sums = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
             of_x = _gradient(g, weight, False, tf32) if needs[0] else None
             of_weight = _gradient(g, x, True, tf32) if needs[1] else None
-            found = of_x, of_weight, *vectors
+            found = of_x, of_weight, *sums
         return *(own if need else None for own, need in zip(found, needs)), None, None, None
 
 
