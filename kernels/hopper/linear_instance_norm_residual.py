@@ -65,13 +65,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
         : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Barrier `id` (1 to 15) of `threads` threads of this block.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
 template <int N> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
@@ -164,7 +157,7 @@ constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and 
 // The tiles of a band, 2048 rows of x, are taken column by column, so that L2 holds the band's pieces (8 MB for
 // three products where K is 1024) until the last column of tiles has used them.
 constexpr int kBand = 2048;
-constexpr int kMultiplyThreads = 512;
+constexpr int kMultiplyThreads = 512;  // four warpgroups
 struct ThreeProducts {
     using Value = __half;
     using SlotValue = float;
@@ -226,11 +219,11 @@ struct Max {
 };
 // Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Whole
 // warps call it or, for a group of more than 32 threads, the whole block: then warp_values is shared memory, a float
-// for each warp.
+// for each warp. Between two such calls with the same warp_values the block meets at another __syncthreads(), as that
+// of a call with others.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
-    __syncthreads();
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
     __syncthreads();
     const int warps = group / 32;
@@ -287,9 +280,10 @@ constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256
 // Row by row x and, from block blocks_x on, W. `group` neighbouring threads, one to eight whole warps, own a row. They
 // read it to their registers, find its largest value, and split it from there. If it has more than 8192 values, they
 // read it twice.
+// Three blocks a multiprocessor: a thread may have 80 registers, and uses 79.
 template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
-    __shared__ float warp_values[kSplitThreads / 32];
+    __shared__ float warp_values[2][kSplitThreads / 32];
     const bool is_x = blockIdx.x < blocks_x;
     const Operand& operand = is_x ? x : w;
     const int64_t block = is_x ? blockIdx.x : blockIdx.x - blocks_x;
@@ -319,7 +313,7 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
             }
         }
     }
-    largest = reduce_group(largest, group, warp_values, Max());
+    largest = reduce_group(largest, group, warp_values[0], Max());
     const int exponent = exists ? operand.exponent(row, largest) : 0;
     const float half_scale = power_of_two(exponent / 2);
     const float other_half = power_of_two(exponent - exponent / 2);
@@ -340,7 +334,7 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
         }
     }
     if (operand.scales == nullptr) return;
-    coarse = reduce_group(coarse, group, warp_values, Add());
+    coarse = reduce_group(coarse, group, warp_values[1], Add());
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
@@ -638,17 +632,6 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     Ring<Scheme::kSlots> slot;
     slot.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        if (Scheme::kPieces == 2) {
-            // Before each tile warpgroup 0 arrives here without waiting, and 1 waits for this arrival. So 0's first
-            // products are queued before 1's, and from then on one warpgroup adds in float32 while the tensor cores
-            // multiply for the other. If both began at once, both would add at once, and the tensor cores would idle.
-            //
-            // There are two barriers, because 0 may be ahead of 1 by all stages, 4 lines. If a tile has only 4 lines, 0
-            // may arrive for the next tile before 1 has waited for this one. ring.phase changes every 4 lines, so that
-            // these two arrivals are at different barriers. (If a tile has more lines, 0 cannot be a whole tile ahead.)
-            if (warpgroup > 0) barrier_sync(1 + ring.phase, 256);
-            else barrier_arrive(1 + ring.phase, 256);
-        }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sums, more);
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
             const float* const from = s < 2 ? sums : more;
@@ -821,23 +804,11 @@ template <typename T> struct LinearProduct {
     }
 };
 // ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
-static int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
+static int sm_count() {
+    int device = 0, count = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, attribute, device);
-    return value;
-}
-static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Whether our product computes h = x W^T: on sm_90, with rows of multiples of 16 bytes, and of at least 2^30
-// multiplications: smaller ones often leave multiprocessors without a tile. Sizes are below 2^24: float32 counts the
-// coarse values of a row exactly up to there, and kLargestUnscale relies on it.
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes) {
-    const int64_t pack = 16 / value_bytes;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return false;
-    if (n % pack != 0 || k % pack != 0) return false;
-    if (m < 128 || n < 128 || k < 128) return false;
-    if (m >= 1 << 24 || n >= 1 << 24 || k >= 1 << 24) return false;
-    return double(m) * n * k >= 0x1p30;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
 }
 // Splits rows of x and of W, of the same length. W may have no rows.
 template <class Scheme> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
@@ -972,11 +943,8 @@ struct SplitGradient {  // device memory that the kernels of a backward share
     // not 0.
     int *smallest_w, *smallest_x;
 };
-// One block finds the smallest exponent of W's rows.
-__global__ void find_smallest(const SplitGradient to, int64_t n) {
-    for (int64_t j = threadIdx.x; j < n; j += blockDim.x) note_exponent(to.smallest_w, to.forward[j].exponent());
-}
-// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
+// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G. (64th:
+// with 256 threads a block, 8192 columns make 2048 blocks.)
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
@@ -1042,7 +1010,7 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 //
 // The forward of float32 launches split_rows, multiply (which stores h) and finish_rows. Of 16-bit types cuBLAS's
 // product replaces the first two: ours took 1.1 times as long. The formula out = ((h - mean) * rstd + y) * y stands in
-// finish_rows, in row_gradients and, in Python, in _finish_plainly and in ModelNew.forward.
+// finish_rows and row_gradients, in C++ in differentiate_plainly, in Python in _finish_plainly and ModelNew.forward.
 struct StoreLinear : LinearProduct<float> {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
@@ -1070,7 +1038,7 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
     constexpr int kHeld = 32 / V;  // packs in registers
     constexpr int kTensors = BACKWARD ? 3 : 2;
     using Own = Pack<T, V>;
-    __shared__ float warp_values[kRowThreads / 32];
+    __shared__ float warp_values[5][kRowThreads / 32];  // one for each sum
     const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group;
     const int packs = row < rows ? n / V : 0;
@@ -1100,7 +1068,7 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
             use(now, at);
         }
     };
-    const auto sum = [&](float v) { return reduce_group(v, group, warp_values, Add()); };
+    const auto sum = [&](float v, int i) { return reduce_group(v, group, warp_values[i], Add()); };
     const float share = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
     float mean = 0;
     float mean_error = 0;  // the exact mean is mean + mean_error
@@ -1108,7 +1076,7 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
     over_row([&](const auto& packs, int) {
         for (int j = 0; j < V; ++j) mean = fmaf(to_float(packs[0].value[j]), share, mean);
     });
-    mean = sum(mean);
+    mean = sum(mean, 0);
     over_row([&](const auto& packs, int) {
         float pack_error = 0, pack_squares = 0;  // sums of a pack: a small term added to a large total would be lost
         for (int j = 0; j < V; ++j) {
@@ -1119,8 +1087,8 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
         mean_error += pack_error;
         squares += pack_squares;
     });
-    mean_error = sum(mean_error) * share;
-    squares = sum(squares) * share;
+    mean_error = sum(mean_error, 1) * share;
+    squares = sum(squares, 2) * share;
     // If squares is infinite, rstd is to be 0. An infinite mean_error would make a NaN of the difference, inf - inf.
     if (isinf(squares)) mean_error = 0;
     // fmaxf turns a NaN into 0. But then mean_error is NaN, too, and so is the whole row of the output.
@@ -1146,8 +1114,8 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
             mean_dz = fmaf(g * y, z, mean_dz);
             return fmaf(g, z + y, g * y);
         });
-        mean_d = sum(mean_d) * share;
-        mean_dz = sum(mean_dz) * share;
+        mean_d = sum(mean_d, 3) * share;
+        mean_dz = sum(mean_dz, 4) * share;
         write(out, [&](const auto& packs, int j) {
             const float d = to_float(packs[1].value[j]) * to_float(packs[2].value[j]);
             return rstd * (d - mean_d - z_of(packs[0], j) * mean_dz);
@@ -1200,6 +1168,10 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
         if (first_column + i >= padded) continue;
         store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
+    // With each of G's first rows the block notes the exponents of blockDim.x rows of W. G has 128 rows or more, and W
+    // at most 16 * blockDim.x.
+    const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
+    if (j < n) note_exponent(to.smallest_w, to.forward[j].exponent());
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
     // The exponents of G's row and of x's row. A row of zeros is to decide nothing.
@@ -1208,7 +1180,7 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
 // The gradients of y and of h (see finish_rows) of float32. The backward's launches are
 //
 //     row_gradients                     stores G as pieces to `to`, and each block's part of its sum to partials[block]
-//     find_smallest and scale_columns   find b_j and scale G's columns by 2^b_j
+//     scale_columns                     finds b_j and scales G's columns by 2^b_j
 //     ATen's sum over the blocks' partials: the bias's gradient
 //     split_rows, then multiply         for dX, with W
 //     split_rows, then multiply         for dW, with x
@@ -1224,9 +1196,9 @@ constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(const float* __restrict__ grad,
     const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y, float* __restrict__ partials,
     int64_t rows, int n, float eps, const SplitGradient to) {
-    __shared__ float warp_values[512 / 32];
+    __shared__ float warp_values[6][512 / 32];  // one for each sum of a row, and one for store_split_row
     const float share = 1.0f / n;
-    const auto sum_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Add()); };
+    const auto sum_of = [&](float v, int i) { return reduce_group(v, blockDim.x, warp_values[i], Add()); };
     const auto each = [&](const auto& use) {  // calls use(i) for each of the thread's columns that exist
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
@@ -1244,14 +1216,14 @@ template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(con
         read_columns(y + row * n, y_value, n);
         read_columns(grad + row * n, g, n);
         each([&](int i) { mean = fmaf(z[i], share, mean); });
-        mean = sum_of(mean);
+        mean = sum_of(mean, 0);
         each([&](int i) {
             z[i] -= mean;
             mean_error += z[i];
             squares_of[i % 4] = fmaf(z[i], z[i], squares_of[i % 4]);
         });
-        const float squares = sum_of((squares_of[0] + squares_of[1]) + (squares_of[2] + squares_of[3])) * share;
-        mean_error = sum_of(mean_error) * share;
+        const float squares = sum_of((squares_of[0] + squares_of[1]) + (squares_of[2] + squares_of[3]), 1) * share;
+        mean_error = sum_of(mean_error, 2) * share;
         if (isinf(squares)) mean_error = 0;
         const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
         each([&](int i) {
@@ -1263,14 +1235,14 @@ template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(con
             mean_dz = fmaf(d, z[i], mean_dz);
         });
         if (grad_y != nullptr) write_columns(grad_y + row * n, y_value, n);
-        mean_d = sum_of(mean_d) * share;
-        mean_dz = sum_of(mean_dz) * share;
+        mean_d = sum_of(mean_d, 3) * share;
+        mean_dz = sum_of(mean_dz, 4) * share;
         const float restored = std::is_same_v<Scheme, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;
         each([&](int i) {
             g[i] = restored * (g[i] - mean_d - z[i] * mean_dz);
             column_sums[i] += g[i];
         });
-        if (to.pieces != nullptr) store_split_row<Scheme>(g, row, n, to, warp_values);
+        if (to.pieces != nullptr) store_split_row<Scheme>(g, row, n, to, warp_values[5]);
     }
     float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kThreadColumns;
     each([&](int i) { sums[i] = float(column_sums[i]); });
@@ -1302,15 +1274,12 @@ extern "C" int finish_residual(int dtype, const void* h, const void* y, const vo
     if (dtype == 2) launch(__nv_bfloat16());
     return cudaGetLastError();
 }
-// Launches row_gradients and, given `to`, what finds and applies the b_j. n is at most 8192.
+// Launches row_gradients and, given `to`, scale_columns. n is at most 8192.
 template <class Scheme> static cudaError_t launch_gradients(const float* grad, const float* h, const float* y,
     float* grad_y, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
     row_gradients<Scheme><<<unsigned(row_blocks(m, n)), row_threads(n), 0, stream>>>(
         grad, h, y, grad_y, partials, m, int(n), eps, to != nullptr ? *to : SplitGradient());
-    if (to != nullptr) {
-        find_smallest<<<1, 1024, 0, stream>>>(*to, n);
-        scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n);
-    }
+    if (to != nullptr) { scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n); }
     return cudaGetLastError();
 }
 extern "C" int residual_gradients(bool tf32, const float* grad, const float* h, const float* y, float* grad_y,
@@ -1325,12 +1294,15 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/FunctionRef.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 namespace {
@@ -1368,7 +1340,6 @@ struct GradientPointers {  // the kernels' SplitGradient
     const void* forward;
     int *columns, *rows, *smallest_w, *smallest_x;
 };
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
 // Memory for the pieces of a matrix: two fp16 numbers a value or, with TF32, one. A row is whole lines of 64 numbers.
@@ -1383,13 +1354,23 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 }
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
+// The product takes rows of multiples of 16 bytes. Sizes are below 2^24: float32 counts the coarse values of a row
+// exactly up to there, and kLargestUnscale relies on it.
+void check_product(const at::Tensor& x, const at::Tensor& weight) {
+    const int64_t pack = 16 / x.element_size();
+    TORCH_CHECK(weight.size(0) % pack == 0 && x.size(1) % pack == 0, "rows are not multiples of 16 bytes");
+    for (const int64_t size : {x.size(0), weight.size(0), x.size(1)}) {
+        TORCH_CHECK(size >= 128 && size < 1 << 24, "a size of ", size, " is not from 128 to 2^24");
+    }
+}
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // Of float32: dX to results[0] and dW to results[1], where wanted. split_gradient(to) finds G and stores it as pieces.
 // The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
 void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
     bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && scales.size(0) == n + m, "h is not of this product");
+    check_product(x, weight);
+    TORCH_CHECK(n <= 8192 && scales.size(0) == n + m, "h is not of this product");
     const at::Tensor g = empty_pieces(m, n, tf32, x);
     const at::Tensor offsets = at::zeros({n + m + 2}, x.options().dtype(at::kInt));
     int* const columns = offsets.data_ptr<int>();
@@ -1424,7 +1405,8 @@ Tensors forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     double eps, bool tf32, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const c10::cuda::CUDAGuard guard(x.device());
-    TORCH_CHECK(product_fits(m, n, k, x.element_size()) && n % 8 == 0, "a large product on compute capability 9");
+    check_product(x, weight);
+    TORCH_CHECK(n % 8 == 0, "rows of multiples of 8 features");
     const Tensors outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded);
     const at::Tensor& out = outputs[0];
     at::Tensor product = recorded ? outputs[1] : out;  // what finish_residual reads: it may write out there
@@ -1478,9 +1460,73 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     return results;
 }
 
+// The operator of that name, to call by way of PyTorch's dispatcher. That has an implementation for GPUs (_cuda) and
+// one for tracing (_meta), which only makes tensors of the right sizes.
+template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
+}
+// The whole network, for autograd. Saves its inputs, h and the scales. With create_graph all derivatives are ATen's.
+struct LinearRowNormResidual : torch::autograd::Function<LinearRowNormResidual> {
+    using Context = torch::autograd::AutogradContext;
+
+    static at::Tensor forward(Context* context, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+        const at::Tensor& y, double eps, bool tf32) {
+        static const auto forward = operator_of<decltype(forward_meta)>("NAMESPACE::forward");
+        const at::AutoDispatchBelowADInplaceOrView no_autograd;
+        const Tensors made = forward.call(x, weight, bias, y, eps, tf32, true);
+        context->save_for_backward({x, weight, bias, y, made[1], made[2]});
+        context->saved_data["eps"] = eps;
+        context->saved_data["tf32"] = tf32;
+        return made[0];
+    }
+    static Tensors backward(Context* context, const Tensors& grads) {
+        const Tensors t = context->get_saved_variables();  // in the order of save_for_backward
+        const double eps = context->saved_data["eps"].toDouble();
+        std::array<bool, 4> needs;
+        for (int i = 0; i < 4; ++i) needs[i] = context->needs_input_grad(i);
+        Tensors found;
+        if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
+            found = differentiate_plainly(grads[0], t, eps, needs);
+        } else {
+            static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
+            const at::AutoDispatchBelowADInplaceOrView no_autograd;
+            const bool tf32 = context->saved_data["tf32"].toBool();
+            found = backward.call(grads[0], t[0], t[1], t[4], t[5], t[3], eps, tf32, needs);
+        }
+        for (int i = 0; i < 4; ++i) {
+            if (!needs[i]) found[i] = at::Tensor();
+        }
+        found.resize(6);  // none for eps and tf32
+        return found;
+    }
+    // By the derivatives of the Model's formula, taken by views of the tensors. For one of these may have been computed
+    // from another, and the gradient of that other must omit what goes through the first: autograd adds it later.
+    static Tensors differentiate_plainly(
+        const at::Tensor& grad, Tensors t, double eps, const std::array<bool, 4>& needs) {
+        Tensors wanted, found(4);
+        for (int i = 0; i < 4; ++i) {
+            t[i] = t[i].view_symint(t[i].sym_sizes());
+            if (needs[i]) wanted.push_back(t[i]);
+        }
+        const at::Tensor h = at::linear(t[0], t[1], t[2]);
+        const at::Tensor z = at::layer_norm_symint(h, h.sym_sizes().slice(1), {}, {}, eps);
+        const at::Tensor out = z.add(t[3]).mul(t[3]);
+        const Tensors gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
+        for (int i = 0, next = 0; i < 4; ++i) {
+            if (needs[i]) found[i] = gradients[next++];
+        }
+        return found;
+    }
+};
+at::Tensor recorded(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps, bool tf32) {
+    return LinearRowNormResidual::apply(x, weight, bias, y, eps, tf32);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
+    m.def("recorded(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32) -> Tensor", recorded);
     m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded) -> Tensor[]");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, "
           "bool tf32, bool[4] needs) -> Tensor[]");
@@ -1577,6 +1623,12 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
+def _read(module: nn.Module, name: str) -> torch.Tensor:
+    """The attribute of that name. nn.Module's own look-up takes the host about a microsecond more."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
 _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -1601,7 +1653,10 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 
 
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
-    """Whether x (m, k) by weight (n, k) is for the operator: the larger products, rows of multiples of 16 bytes."""
+    """Whether x (m, k) by weight (n, k) is for the operator: sizes as in check_product, 2^30 multiplications or more.
+
+    Smaller products often leave multiprocessors without a tile.
+    """
     pack = 16 // value_bytes
     if n % pack != 0 or k % pack != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
         return False
@@ -1678,33 +1733,6 @@ def _fits(tensors: tuple) -> bool:
     return _product_fits(m, n, k, x.element_size())
 
 
-class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Saves its inputs, h and the scales. With create_graph all derivatives are ATen's."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, y, eps, tf32):
-        out, h, scales = _OPERATORS.forward.default(x, weight, bias, y, eps, tf32, True)
-        ctx.eps, ctx.tf32 = eps, tf32
-        ctx.save_for_backward(x, weight, bias, y, h, scales)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, bias, y, h, scales = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
-            # Views, as y may be made of x, and x's gradient is to omit what goes through y.
-            tensors = [t.view_as(t) for t in (x, weight, bias, y)]
-            out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(*tensors[:3]), tensors[3])
-            wanted = [t for t, need in zip(tensors, needs) if need]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            return *(next(found) if need else None for need in needs), None, None
-        backward = _OPERATORS.backward.default
-        found = backward(grad, x, weight, h, scales, y, ctx.eps, ctx.tf32, needs)
-        found = [gradient if need else None for gradient, need in zip(found, needs)]
-        return *found, None, None
-
-
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
@@ -1728,10 +1756,10 @@ class ModelNew(nn.Module):
         linear, norm = self.bmm, self.instance_norm
         tensors = None
         if _is_plain(linear, nn.Linear) and _is_ordinary(norm):
-            tensors = (x, linear.weight, linear.bias, y)
+            tensors = (x, _read(linear, "weight"), _read(linear, "bias"), y)
         if tensors is None or not _fits(tensors):
             return _finish_plainly(norm, linear(x), y)
         others = (norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return LinearRowNormResidual.apply(*tensors, *others)
+            return _OPERATORS.recorded.default(*tensors, *others)
         return _OPERATORS.forward.default(*tensors, *others, False)[0]

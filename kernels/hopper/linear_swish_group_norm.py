@@ -67,13 +67,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
         : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Barrier `id` (1 to 15) of `threads` threads of this block.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
 template <int N> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
@@ -166,7 +159,7 @@ constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and 
 // The tiles of a band, 2048 rows of x, are taken column by column, so that L2 holds the band's pieces (8 MB for
 // three products where K is 1024) until the last column of tiles has used them.
 constexpr int kBand = 2048;
-constexpr int kMultiplyThreads = 512;
+constexpr int kMultiplyThreads = 512;  // four warpgroups
 struct ThreeProducts {
     using Value = __half;
     using SlotValue = float;
@@ -228,11 +221,11 @@ struct Max {
 };
 // Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Whole
 // warps call it or, for a group of more than 32 threads, the whole block: then warp_values is shared memory, a float
-// for each warp.
+// for each warp. Between two such calls with the same warp_values the block meets at another __syncthreads(), as that
+// of a call with others.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
-    __syncthreads();
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
     __syncthreads();
     const int warps = group / 32;
@@ -289,9 +282,10 @@ constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256
 // Row by row x and, from block blocks_x on, W. `group` neighbouring threads, one to eight whole warps, own a row. They
 // read it to their registers, find its largest value, and split it from there. If it has more than 8192 values, they
 // read it twice.
+// Three blocks a multiprocessor: a thread may have 80 registers, and uses 79.
 template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
-    __shared__ float warp_values[kSplitThreads / 32];
+    __shared__ float warp_values[2][kSplitThreads / 32];
     const bool is_x = blockIdx.x < blocks_x;
     const Operand& operand = is_x ? x : w;
     const int64_t block = is_x ? blockIdx.x : blockIdx.x - blocks_x;
@@ -321,7 +315,7 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
             }
         }
     }
-    largest = reduce_group(largest, group, warp_values, Max());
+    largest = reduce_group(largest, group, warp_values[0], Max());
     const int exponent = exists ? operand.exponent(row, largest) : 0;
     const float half_scale = power_of_two(exponent / 2);
     const float other_half = power_of_two(exponent - exponent / 2);
@@ -342,7 +336,7 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
         }
     }
     if (operand.scales == nullptr) return;
-    coarse = reduce_group(coarse, group, warp_values, Add());
+    coarse = reduce_group(coarse, group, warp_values[1], Add());
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
@@ -640,17 +634,6 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     Ring<Scheme::kSlots> slot;
     slot.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        if (Scheme::kPieces == 2) {
-            // Before each tile warpgroup 0 arrives here without waiting, and 1 waits for this arrival. So 0's first
-            // products are queued before 1's, and from then on one warpgroup adds in float32 while the tensor cores
-            // multiply for the other. If both began at once, both would add at once, and the tensor cores would idle.
-            //
-            // There are two barriers, because 0 may be ahead of 1 by all stages, 4 lines. If a tile has only 4 lines, 0
-            // may arrive for the next tile before 1 has waited for this one. ring.phase changes every 4 lines, so that
-            // these two arrivals are at different barriers. (If a tile has more lines, 0 cannot be a whole tile ahead.)
-            if (warpgroup > 0) barrier_sync(1 + ring.phase, 256);
-            else barrier_arrive(1 + ring.phase, 256);
-        }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sums, more);
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
             const float* const from = s < 2 ? sums : more;
@@ -823,23 +806,11 @@ template <typename T> struct LinearProduct {
     }
 };
 // ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
-static int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
+static int sm_count() {
+    int device = 0, count = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, attribute, device);
-    return value;
-}
-static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Whether our product computes h = x W^T: on sm_90, with rows of multiples of 16 bytes, and of at least 2^30
-// multiplications: smaller ones often leave multiprocessors without a tile. Sizes are below 2^24: float32 counts the
-// coarse values of a row exactly up to there, and kLargestUnscale relies on it.
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes) {
-    const int64_t pack = 16 / value_bytes;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return false;
-    if (n % pack != 0 || k % pack != 0) return false;
-    if (m < 128 || n < 128 || k < 128) return false;
-    if (m >= 1 << 24 || n >= 1 << 24 || k >= 1 << 24) return false;
-    return double(m) * n * k >= 0x1p30;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
 }
 // Splits rows of x and of W, of the same length. W may have no rows.
 template <class Scheme> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
@@ -974,11 +945,8 @@ struct SplitGradient {  // device memory that the kernels of a backward share
     // not 0.
     int *smallest_w, *smallest_x;
 };
-// One block finds the smallest exponent of W's rows.
-__global__ void find_smallest(const SplitGradient to, int64_t n) {
-    for (int64_t j = threadIdx.x; j < n; j += blockDim.x) note_exponent(to.smallest_w, to.forward[j].exponent());
-}
-// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
+// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G. (64th:
+// with 256 threads a block, 8192 columns make 2048 blocks.)
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
@@ -1089,6 +1057,10 @@ template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradi
         if (first_column + i >= padded) continue;
         store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
+    // With each of G's first rows the block notes the exponents of blockDim.x rows of W. G has 128 rows or more, and W
+    // at most 16 * blockDim.x.
+    const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
+    if (j < n) note_exponent(to.smallest_w, to.forward[j].exponent());
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
     // The exponents of G's row and of x's row. A row of zeros is to decide nothing.
@@ -1100,10 +1072,11 @@ extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
     const int64_t most = sm_count() * 512 / split_gradient_threads(n);
     return m < most ? m : most;
 }
-// The activation stands in five places. To use another, change them all:
+// The activation stands in six places. To use another, change them all:
 //     activation            the forward of float32, and the backward of all types
 //     forward_activation    the forward of 16-bit types
 //     activation_slope      the derivative
+//     differentiate_plainly in C++, for derivatives of derivatives
 //     _finish_plainly       in Python, the plain path
 //     ModelNew.forward      in Python, the lines for torch.jit.script
 // In float32 the error of v must be small relative to v: a group of small v is divided by its small spread. Where |h|
@@ -1135,8 +1108,9 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
 // Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v. The
-// normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
-template <int COUNT> __device__ __forceinline__ void center_group(
+// normalised values are then v * scale + shift, where shift makes up for the rounding of the mean. (Of 16-bit types
+// shift is 0, which saves 2% of the forward: eager rounds v to 8 or 11 bits, beside which a float32 mean is exact.)
+template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
     const float share = 1.0f / (lanes * COUNT);  // a factor of each term: the bare sum of large values may overflow
     float mean = 0;
@@ -1148,11 +1122,11 @@ template <int COUNT> __device__ __forceinline__ void center_group(
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
-        mean_error += v[i];
+        if (sizeof(T) == 4) mean_error += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
     squares = reduce_group(squares, lanes, nullptr, Add()) * share;
-    mean_error = reduce_group(mean_error, lanes, nullptr, Add()) * share;
+    if (sizeof(T) == 4) mean_error = reduce_group(mean_error, lanes, nullptr, Add()) * share;
     if (isinf(squares)) mean_error = 0;  // it may be infinite, too, and then make NaN of scale, which is to be 0
     scale = reciprocal_sqrt(fmaf(-mean_error, mean_error, squares) + eps);
     shift = -mean_error * scale;
@@ -1182,7 +1156,7 @@ template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
         }
         float scale[4], shift[4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) center_group(v[r], kGroup / 8, eps, scale[r], shift[r]);
+        for (int r = 0; r < 4; ++r) center_group<T>(v[r], kGroup / 8, eps, scale[r], shift[r]);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
@@ -1222,7 +1196,7 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
 // The backward's launches are
 //
 //     float32        group_gradients    stores G as pieces to `to`, and each block's part of the four sums to partials
-//                    find_smallest and scale_columns    find b_j and scale G's columns by 2^b_j
+//                    scale_columns      finds b_j and scales G's columns by 2^b_j
 //                    split_rows, then multiply    for dX, with W
 //                    split_rows, then multiply    for dW, with x
 //     16-bit types   group_gradients    (Scheme is void) stores G as it is to `whole`, and the four sums
@@ -1282,7 +1256,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
             z[i] = activation(z[i]) + vector[i];
         }
         float scale, shift;
-        center_group(z, kLanes, eps, scale, shift);
+        center_group<T>(z, kLanes, eps, scale, shift);
         load_columns(ahead[stage].grad + lane * kThreadColumns, g);
         load_columns(gamma + column, vector);
         float mean_d = 0, mean_dz = 0;
@@ -1378,7 +1352,6 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
     kernel<<<unsigned(blocks), threads, shared, stream>>>(
         as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n), eps, pieces, static_cast<T*>(whole));
     if constexpr (kStoresPieces) {
-        find_smallest<<<1, 1024, 0, stream>>>(*to, n);
         scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n);
     }
     return cudaGetLastError();
@@ -1398,14 +1371,19 @@ extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h,
 CPP_SOURCE = r"""
 #line 1 "CPP_SOURCE in linear_swish_group_norm.py"
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/group_norm.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/FunctionRef.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 namespace {
@@ -1449,7 +1427,6 @@ struct GradientPointers {  // the kernels' SplitGradient
     const void* forward;
     int *columns, *rows, *smallest_w, *smallest_x;
 };
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
 // Memory for the pieces of a matrix: two fp16 numbers a value or, with TF32, one. A row is whole lines of 64 numbers.
@@ -1464,13 +1441,23 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 }
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
+// The product takes rows of multiples of 16 bytes. Sizes are below 2^24: float32 counts the coarse values of a row
+// exactly up to there, and kLargestUnscale relies on it.
+void check_product(const at::Tensor& x, const at::Tensor& weight) {
+    const int64_t pack = 16 / x.element_size();
+    TORCH_CHECK(weight.size(0) % pack == 0 && x.size(1) % pack == 0, "rows are not multiples of 16 bytes");
+    for (const int64_t size : {x.size(0), weight.size(0), x.size(1)}) {
+        TORCH_CHECK(size >= 128 && size < 1 << 24, "a size of ", size, " is not from 128 to 2^24");
+    }
+}
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // Of float32: dX to results[0] and dW to results[1], where wanted. split_gradient(to) finds G and stores it as pieces.
 // The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
 void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
     bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && scales.size(0) == n + m, "h is not of this product");
+    check_product(x, weight);
+    TORCH_CHECK(n <= 8192 && scales.size(0) == n + m, "h is not of this product");
     const at::Tensor g = empty_pieces(m, n, tf32, x);
     const at::Tensor offsets = at::zeros({n + m + 2}, x.options().dtype(at::kInt));
     int* const columns = offsets.data_ptr<int>();
@@ -1510,7 +1497,7 @@ Tensors forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const c10::cuda::CUDAGuard guard(x.device());
-    TORCH_CHECK(product_fits(m, n, k, x.element_size()), "a large product on a GPU of compute capability 9");
+    check_product(x, weight);
     const Tensors outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     const at::Tensor ready[] = {
         aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
@@ -1547,10 +1534,14 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
             split ? nullptr : g.data_ptr(), current_stream());
         // In float32 for 16-bit types: ATen would convert all partials to float64 first.
         const at::Tensor sums = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, split ? at::kDouble : at::kFloat);
+        Tensors found, wanted;
         for (int i = 0; i < 4; ++i) {
             if (!needs[i + 2]) continue;
-            results[i + 2] = sums.select(0, i).to(x.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+            results[i + 2] = at::empty({n}, x.options());
+            wanted.push_back(results[i + 2]);
+            found.push_back(sums.select(0, i));
         }
+        if (!wanted.empty()) at::_foreach_copy_(wanted, found);  // one launch for all
         return error;
     };
     if (split) {
@@ -1563,9 +1554,76 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     return results;
 }
 
+// The operator of that name, to call by way of PyTorch's dispatcher. That has an implementation for GPUs (_cuda) and
+// one for tracing (_meta), which only makes tensors of the right sizes.
+template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
+}
+// The whole network, for autograd. Saves its inputs, h and the scales. With create_graph all derivatives are ATen's.
+struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
+    using Context = torch::autograd::AutogradContext;
+
+    static at::Tensor forward(Context* context, const at::Tensor& x, const at::Tensor& weight,
+        const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
+        int64_t groups, double eps, bool tf32) {
+        static const auto forward = operator_of<decltype(forward_meta)>("NAMESPACE::forward");
+        const at::AutoDispatchBelowADInplaceOrView no_autograd;
+        const Tensors made = forward.call(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, true);
+        context->save_for_backward({x, weight, linear_bias, bias, gamma, beta, made[1], made[2]});
+        context->saved_data["groups"] = groups;
+        context->saved_data["eps"] = eps;
+        context->saved_data["tf32"] = tf32;
+        return made[0];
+    }
+    static Tensors backward(Context* context, const Tensors& grads) {
+        const Tensors t = context->get_saved_variables();  // in the order of save_for_backward
+        const double eps = context->saved_data["eps"].toDouble();
+        std::array<bool, 6> needs;
+        for (int i = 0; i < 6; ++i) needs[i] = context->needs_input_grad(i);
+        Tensors found;
+        if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
+            found = differentiate_plainly(grads[0], t, context->saved_data["groups"].toInt(), eps, needs);
+        } else {
+            static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
+            const at::AutoDispatchBelowADInplaceOrView no_autograd;
+            const bool tf32 = context->saved_data["tf32"].toBool();
+            found = backward.call(grads[0], t[0], t[1], t[6], t[7], t[3], t[4], eps, tf32, needs);
+        }
+        for (int i = 0; i < 6; ++i) {
+            if (!needs[i]) found[i] = at::Tensor();
+        }
+        found.resize(9);  // none for groups, eps and tf32
+        return found;
+    }
+    // By the derivatives of the Model's lines, taken by views of the tensors. For one of these may have been computed
+    // from another, and the gradient of that other must omit what goes through the first: autograd adds it later.
+    static Tensors differentiate_plainly(
+        const at::Tensor& grad, Tensors t, int64_t groups, double eps, const std::array<bool, 6>& needs) {
+        Tensors wanted, found(6);
+        for (int i = 0; i < 6; ++i) {
+            t[i] = t[i].view_symint(t[i].sym_sizes());
+            if (needs[i]) wanted.push_back(t[i]);
+        }
+        const at::Tensor h = at::linear(t[0], t[1], t[2]);
+        const at::Tensor out = at::group_norm(h.sigmoid().mul(h).add(t[3]), groups, t[4], t[5], eps);
+        const Tensors gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
+        for (int i = 0, next = 0; i < 6; ++i) {
+            if (needs[i]) found[i] = gradients[next++];
+        }
+        return found;
+    }
+};
+at::Tensor recorded(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool tf32) {
+    return LinearSwishGroupNorm::apply(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
+    m.def("recorded(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
+          "float eps, bool tf32) -> Tensor",
+        recorded);
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
           "float eps, bool tf32, bool recorded) -> Tensor[]");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor bias, Tensor gamma, "
@@ -1663,6 +1721,12 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
+def _read(module: nn.Module, name: str) -> torch.Tensor:
+    """The attribute of that name. nn.Module's own look-up takes the host about a microsecond more."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
 _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -1687,7 +1751,10 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 
 
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
-    """Whether x (m, k) by weight (n, k) is for the operator: the larger products, rows of multiples of 16 bytes."""
+    """Whether x (m, k) by weight (n, k) is for the operator: sizes as in check_product, 2^30 multiplications or more.
+
+    Smaller products often leave multiprocessors without a tile.
+    """
     pack = 16 // value_bytes
     if n % pack != 0 or k % pack != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
         return False
@@ -1745,41 +1812,6 @@ def _fits(tensors: tuple, groups: int) -> bool:
     return _product_fits(m, n, k, x.element_size())
 
 
-class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network. Saves its inputs, h and the scales. With create_graph all derivatives are ATen's."""
-
-    @staticmethod
-    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
-        tensors = (x, weight, linear_bias, bias, gamma, beta)
-        out, h, scales = _OPERATORS.forward.default(*tensors, groups, eps, tf32, True)
-        ctx.groups, ctx.eps, ctx.tf32 = groups, eps, tf32
-        ctx.save_for_backward(*tensors, h, scales)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        *tensors, h, scales = ctx.saved_tensors
-        x, weight, linear_bias, bias, gamma, beta = tensors
-        needs = ctx.needs_input_grad[:6]
-        if not torch.is_grad_enabled():
-            backward = _OPERATORS.backward.default
-            found = backward(grad, x, weight, h, scales, bias, gamma, ctx.eps, ctx.tf32, needs)
-        else:  # the gradients are to be differentiated in turn
-            # Views, as one of the tensors may be made of another: its gradient is to omit what goes through that.
-            tensors = [t.view_as(t) for t in tensors]
-            x, weight, linear_bias, bias, gamma, beta = tensors
-            out = _finish_plainly(
-                bias,
-                lambda h: nn.functional.group_norm(h, ctx.groups, gamma, beta, ctx.eps),
-                nn.functional.linear(x, weight, linear_bias),
-            )
-            wanted = [t for t, need in zip(tensors, needs) if need]
-            of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            found = [next(of_wanted) if need else None for need in needs]
-        found = [gradient if need else None for gradient, need in zip(found, needs)]
-        return *found, None, None, None
-
-
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
@@ -1801,13 +1833,14 @@ class ModelNew(nn.Module):
         return self.group_norm(h)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
-        linear, norm, bias = self.matmul, self.group_norm, self.bias
+        linear, norm, bias = self.matmul, self.group_norm, _read(self, "bias")
         tensors = None
         if _is_plain(linear, nn.Linear) and _is_plain(norm, nn.GroupNorm):
-            tensors = (x, linear.weight, linear.bias, bias, norm.weight, norm.bias)
+            of_linear = (_read(linear, "weight"), _read(linear, "bias"))
+            tensors = (x, *of_linear, bias, _read(norm, "weight"), _read(norm, "bias"))
         if tensors is None or not _fits(tensors, norm.num_groups):
             return _finish_plainly(bias, norm, linear(x))
         others = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return LinearSwishGroupNorm.apply(*tensors, *others)
+            return _OPERATORS.recorded.default(*tensors, *others)
         return _OPERATORS.forward.default(*tensors, *others, False)[0]
