@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A convolution, a bias, a scale, a sigmoid and group normalisation: a drop-in for the Model of the same name.
 
-    h = conv2d(x, W) + b;    v = sigmoid((h + bias) * scale);    out = (v - mean) * rstd * gamma + beta
+    h = conv2d(x, W) + b + bias;    v = sigmoid(h * scale);    out = (v - mean) * rstd * gamma + beta
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
@@ -12,7 +12,7 @@ There are two paths; `ModelNew.forward` chooses one by `_is_light` and `fits`. O
     CPU, float32    without gradients; images of 128 pixels or more
     CPU, 16 bits    without gradients; the types for which the CPU has no instructions, computed in float32
 
-The Model's own layers take the rest. With gradients, on such a CPU, they compute in float32 from 2048 values of x on.
+The Model's layers take the rest. With gradients they compute these 16-bit types in float32 from 2048 values of x on.
 
 The forward reads x once for every 32 output channels and writes out once: v stays in registers. The convolution runs on
 tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
@@ -21,7 +21,7 @@ is the same, and x, the parameters, mean and rstd are saved. The backward comput
 and those of the five vectors. If the convolution runs on tensor cores, and there are at most 8 input and 128 output
 channels, the same kernel computes W's gradient from dh, more accurately than PyTorch in float32. A second kernel
 computes x's gradient from dh if the convolution is 3x3 and has at least 4 input channels. Otherwise ATen computes W's
-or x's gradient from dh. All that our kernels compute is the same bits each time.
+or x's gradient from dh. Our kernels compute the same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By
 `python harness.py conv_sigmoid_group_norm --backward` an H200 takes 1.14 ms forward in float32, 5.2 times as fast as
@@ -63,11 +63,11 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale, and its gradient dv/dz. To change it, edit `activation` and
-// `activation_gradient` here, `_activate` in the Python below, the Model in models/, and this file's counterpart in
-// hopper/. Importing this file compares the first three at some z, and raises an error where they differ; a forgotten
-// Model or counterpart fails in harness.py. A NaN must come out as NaN; fminf, fmaxf and __saturatef drop it, so use
-// comparisons, as `v < 0 ? 0 : v`.
+// The activation v of z = h * scale, and its gradient dv/dz. To change it, edit `activation` and `activation_gradient`
+// here, `_activate` in the Python below, the Model in models/, and this file's counterpart in hopper/. Importing this
+// file compares the first three at some z, and raises an error where they differ; a forgotten Model or counterpart
+// fails in harness.py. The activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN, so use comparisons,
+// as `v < 0 ? 0 : v`.
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -84,8 +84,8 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
 }
-// dv/dz = v (1 - v) = w - w^2, where w is the smaller of v and 1 - v. 1 - v is computed as 2^(-log2(e) z) v: where it
-// is small, the difference would lose its digits.
+// dv/dz = v (1 - v) = w - w^2, where w is the smaller of v and 1 - v. 1 - v is computed as 2^(-log2(e) z) v, because
+// the difference loses digits where it is small.
 __device__ __forceinline__ float activation_gradient(float z) {
     const float v = activation(z);
     // Where v is 0, 2^(-log2(e) z) may be infinite. Their product is NaN then, and fminf returns v. Where z is NaN,
@@ -99,29 +99,29 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // One kernel, three directions. A tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if
 // there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads makes a tile: it
 // convolves, keeps the values in registers, adds up what the statistics need, publishes these sums in global memory,
-// waits until all tiles of the sample have published theirs, and then finishes its own values. So out is written once,
+// waits until all tiles of the sample have published theirs, and then computes its output. So out is written once,
 // and x is read once for each channel tile; only pixels at the edges of tiles are read by neighbouring tiles, too.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
 //   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
-//   finish       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd; dW       writes dx
+//   output       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd; dW       writes dx
 //
-// Here bias is the sum of the convolution's and the network's, z = h scale, g is the gradient of out, dW that of the
-// convolution's weights. The backward's finish adds up dz and dz h without dz's factor rstd: publish_gradients
-// multiplies each of these sums by it, once. The gradient of x is the convolution of dh, with zeros around it, and the
-// weights rotated by 180 degrees.
+// Here bias is the sum of the convolution's and the network's, and z = h scale. g is the gradient of out; dx, dh, dz,
+// dW are those of x, h, z and the convolution's weights. rstd is a factor of dz, but the sums of dz and dz h are
+// computed without it: publish_gradients multiplies each sum once. The gradient of x is the convolution of dh, with
+// zeros around it, and the weights rotated by 180 degrees.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
-// least as many blocks as a sample has tiles. Blocks take tiles in order, so by (2) no block has two tiles of a sample:
-// none waits for a tile that it would have to make itself later. A block for which another one waits makes its tile of
-// that sample, and publishes it before it waits itself; or it waits for an earlier sample, where the same holds. If the
-// grid has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, there are two launches: the
-// first only publishes; the second repeats the convolution and finishes.
+// least as many blocks as a sample has tiles. Blocks take tiles in order, so by (2) no block has two tiles of a sample.
+// Take the earliest sample that is waited for. A block with an unpublished tile of it does not wait: blocks publish a
+// tile before they wait for its sample, and no earlier sample is waited for. So the tile will be published. If the grid
+// has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, there are two launches: the first
+// only publishes; the second repeats the convolution and computes the output.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. With two exceptions it is one. In
-// float32, on compute capability 8.0, with 3x3 kernels and at most 16 output channels, a block takes 86 KiB of shared
-// memory, of 164. And without tensor cores a block of the gradient of x has two sets of sums in its registers.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases it has room for one
+// only. In float32, on compute capability 8.0, with 3x3 kernels and at most 16 output channels, a block takes 86 KiB of
+// shared memory, of 164. And without tensor cores the gradient of x keeps two sets of sums in registers.
 //
 // The convolution runs on tensor cores where they are much faster than FMA instructions, which depends on the compute
 // capability that the code is compiled for. A thread has 64 values of h. Without tensor cores these are 16 pixels in
@@ -149,7 +149,7 @@ constexpr bool kTensor = false;  // The host does not use it, but asks each kern
 #endif
 
 constexpr int kThreads = 256;                    // per block
-constexpr int kBlocks = 2;                       // that share a multiprocessor, with the exceptions above
+constexpr int kBlocks = 2;                       // that share a multiprocessor, but see above
 constexpr int kWarps = kThreads / 32;            // per block
 constexpr int kValues = 64;                      // values of h per thread
 constexpr int kChannels = kTensor ? 2 : 4;       // output channels per thread
@@ -163,7 +163,7 @@ constexpr int kPixels = kValues / kChannels;     // pixels per thread and channe
 constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
 constexpr int kChunk = 8;                       // pixels that a thread loads or stores at once
 constexpr int kMostOuts = 32;                    // output channels of a tile, at most
-constexpr int kStage = 8;                        // input channels of a stage, at most: a stage is multiplied at once
+constexpr int kStage = 8;                        // input channels of a stage, at most: those multiplied together
 constexpr int kMostTaps = 9;                     // of a 3x3 kernel; a tap is one of its positions
 constexpr int kMostSets = 16;                    // stages whose weights can stay in shared memory, at most
 constexpr int kColumns = 32;                     // pixel columns of a tile
@@ -171,13 +171,13 @@ constexpr int kPairStep = kColumns / kPairs;     // columns from one of a thread
 // Pixels from one line of x to the next in shared memory. A line is a row of x: the tile's columns, and two more that
 // the taps of a 3x3 kernel need. The other two are padding, against bank conflicts.
 constexpr int kPitch = kColumns + 4;
-constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`, as kPitch
+constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`; padded, too
 constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // of the staging memory of `write_rows`: 16 channels a warp
 constexpr int kLine = 32;  // each sample's counter has a cache line of 128 bytes of its own: 32 unsigned
 
 enum Direction { kForward, kBackward, kInputGradient };
-// What a launch does: kSums publishes the sums, kFinish computes the output from sums that are published, and kWait
-// does both, with the wait in between.
+// What a launch does: kSums publishes the sums, kFinish computes the output from published sums, and kWait does both,
+// with the wait in between.
 enum Mode { kWait, kSums, kFinish };
 
 struct Statistics { float mean, rest, rstd; };  // of a sample's group; the mean, to about 48 bits, is mean + rest
@@ -205,7 +205,7 @@ struct Arguments {
     int weight_sets;
     Mode mode;
     float eps;
-    double share;  // 1 / the values of a group
+    double share;  // 1 / the number of values of a group
 };
 
 // The first pixel and channel of a tile, and that channel's group.
@@ -223,8 +223,8 @@ struct Tile {
     }
 };
 
-// What finish needs of a channel. Forward: out = (v - mean) factor + offset. Backward: dv = (factor g - (v - mean) pull
-// - offset) rstd.
+// What the output needs of a channel. Forward: out = (v - mean) factor + offset. Backward: dv = rstd (factor g
+// - (v - mean) pull - offset).
 //
 //                factor        offset                                      pull
 //   forward      gamma rstd    beta - rest factor                          unused, as rstd is
@@ -242,7 +242,7 @@ struct Shared {
     float weight_units[kMostSets];  // of each stage's weights; for units see `multiply`
     float largest_unit;  // backward: the largest unit of the tile's stages, for `mend`
     float x_unit;  // backward: of the tile's x
-    unsigned flags[kWarps];  // backward: what each warp saw in the values of x that it received, see `flags_of`
+    unsigned flags[kWarps];  // backward: of the values of x that each warp received, see `flags_of`
     Tile tiles[2];  // the one in work and the next
 };
 
@@ -350,7 +350,7 @@ __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) 
 // only what it copied itself, and no __syncthreads is needed in between.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
-    constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // constants: divisions are slow
+    constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // constants: other divisions are slow
     const bool three = p.kernel == 3;
     const int packs = three ? kOfThree : kOfOne;  // of a line
     const int thread = read_thread();
@@ -433,13 +433,13 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
     lo = reinterpret_cast<const uint32_t&>(low);
 }
 
-// For W's gradient: what may be wrong with a channel's x. Let m be the largest |x| of the channel among the values that
-// a thread received. The thread sets one flag, shifted by the channel's number, or none if m is 0. The flags are or-ed.
+// For W's gradient: which channels of x need care. Let m be the largest |x| of the channel among the values that a
+// thread received. The thread sets one flag, shifted by the channel's number, or none if m is 0. The flags are or-ed.
 // - kFaint: m is so small beside the tile's largest |x| that its pieces, see `multiply`, have lost digits.
-// - kClear: m is not. One such thread is enough: beside its values, the other threads' errors are small.
-// - kNotFinite: m is infinite. With float32's pieces all channels would become NaN, and with any type those taps, too,
-//   for which m meets only the zero dh of pixels outside the output. (A NaN needs no flag: it makes h NaN in all
-//   output channels, so the sample's statistics, its dh, and W's gradient are NaN, as they should be.)
+// - kClear: m is finite and larger. One such thread is enough: beside its values, the other threads' errors are small.
+// - kNotFinite: m is infinite. In float32's pieces it would make all channels NaN. In any type it would also make those
+//   taps NaN that multiply m only by zeros, the dh of pixels outside the output. (A NaN needs no flag: it makes h NaN
+//   in all output channels, so the sample's statistics, its dh, and W's gradient are NaN, as they should be.)
 constexpr unsigned kFaint = 1, kClear = kFaint << kStage, kNotFinite = kClear << kStage;
 template <typename T> __device__ __forceinline__ unsigned flags_of(float largest, float scale) {
     constexpr float kLeast = 1.0f / 8;  // of the scaled x; the largest of the tile is 2^16 to 2^17 times as large
@@ -605,7 +605,7 @@ __device__ __forceinline__ void accumulate(
             w[tap][3] = four.w;
         }
 #pragma unroll
-        for (int line = 0; line < kRows + K - 1; ++line) {  // a line of x has a share in up to K rows
+        for (int line = 0; line < kRows + K - 1; ++line) {  // a line of x contributes to up to K rows
             float in[2][kNeeds];
 #pragma unroll
             for (int i = 0; i < kNeeds; ++i) {
@@ -675,12 +675,12 @@ __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_
 //
 // A float32 number has 24 significant bits, a float16 has 11. So a float32 v is split into two float16 numbers, its
 // pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Then x w = hi hi' + hi lo' + lo hi': three
-// products. Tensor cores truncate their sums. In each step the accumulators `part` therefore start at zero, the small
-// products come first, and fmaf then adds `part` to `sum`, with rounding.
+// products. Tensor cores truncate their sums. So in each step the accumulators `part` start at zero, the small products
+// come first, and fmaf then adds `part` to `sum`, with rounding.
 //
-// A float16 is a multiple of 2^-24, and below 2^16. The x of each stage of a tile is therefore first multiplied by a
-// power of two, so that the largest is between 2^13 and 2^14; and so are each stage's weights. A product has to be
-// multiplied by `unit`, the inverse of the product of both powers. Below, errors are those of such scaled numbers.
+// A float16 is a multiple of 2^-24, and below 2^16. So the x of each stage of a tile is first multiplied by a power of
+// two, which brings the largest to 2^13 or more, below 2^14; and so are each stage's weights. A product has to be
+// multiplied by `unit`, the inverse of the product of both powers. The errors below are those of such scaled numbers.
 //
 // Each product is wrong by less than 2^-21 of itself, and much less as a rule: lo lo', which is left out, is at most
 // 2^-22 of it, and the roundings of the two lo are at most 2^-23 each. These errors are like float32's own roundings of
@@ -704,8 +704,8 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     // the same pixels; or, with one piece only (kCount 1), the next eight pixels. The weights' `lo` is not used then.
     x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
-    // kTiles groups of eight pixels are in work at once. With two pieces these are few, and the steps the inner loop:
-    // in a loop over all 16 groups nvcc lets each mma wait for the one before it.
+    // kTiles of the 16 groups of eight pixels are multiplied at once. With two pieces these are four, and the steps are
+    // the inner loop: in a loop over all 16 groups nvcc makes each mma wait for the one before it.
     constexpr int kTiles = kCount == 1 ? 16 : 4;
 #pragma unroll
     for (int j = 0; j < kPixels / 2; j += kTiles) {
@@ -752,7 +752,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 //   infinite weight times a zero around the image is NaN, too. `mend` multiplies nothing outside the image.
 // - `unit` is large, for float32 on tensor cores. At kMostUnit the absolute error described at `multiply` makes z = h
 //   scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27 as a rule, which is less than float32's own
-//   rounding of a z of 1. `unit` exceeds that if x and weights are so large that z saturates a sigmoid as a rule.
+//   rounding of a z of 1. `unit` exceeds it only if x and weights are so large that, as a rule, a sigmoid is saturated.
 //   The gradient of x is not checked: its absolute error is at most 2^-30 of the tile's largest dh times the largest
 //   weight, for each stage of 8 channels.
 constexpr float kMostUnit = 1.0f / (1 << 17);
@@ -816,8 +816,8 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
         x += fragment.row * kPitch + fragment.column;
         weights += fragment.channel;
         if constexpr (DIRECTION == kInputGradient) {
-            // dh has as many channels as the network has outputs, often 32 and more. One sum of all their products has
-            // twice the rounding error of a sum of the stages' sums.
+            // dh often has 32 channels or more. One sum of 32 channels' 288 products has twice the rounding error of
+            // the sum of the stages' sums.
             float of_stage[kChannels][kPixels] = {};
             if (p.kernel == 3) accumulate<3>(p, x, weights, channels, of_stage);
             else accumulate<1>(p, x, weights, channels, of_stage);
@@ -833,10 +833,10 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; all further sums are in double. The
-// order of the additions is always the same, so results are the same bits each time.
+// order of additions is fixed, so results are the same bits each time.
 
-// A sum of floats and, if EXACT, what the additions' roundings have lost (Knuth's two-sum); otherwise `lost` stays 0.
-// All g are added up exactly: their sum, the gradient of beta, may be near zero, and has no other error.
+// A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
+// The sums of g are EXACT: g's total is beta's gradient, which may be near zero, and has no other rounding error.
 struct Addend {
     float sum, lost;
     template <bool EXACT> __device__ __forceinline__ void add(float v) {
@@ -846,7 +846,7 @@ struct Addend {
         if (EXACT) lost += (before - (sum - added)) + (v - added);
     }
 };
-// Adds what another lane gives.
+// Adds the sum that the lane at this distance gives.
 template <bool EXACT> __device__ __forceinline__ void add_of_lane(Addend& to, Addend given, int distance) {
     to.add<EXACT>(__shfl_xor_sync(~0u, given.sum, distance));
     if (EXACT) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
@@ -928,7 +928,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     if (p.mode != kWait) return;
     __syncwarp();
     unsigned* const done = p.done + int64_t(tile.sample) * kLine;
-    // Whoever acquires a count with this 1 in it sees what the warp has written: 0.988 of the time of two fences.
+    // A thread that acquires a count with this 1 in it can read the warp's writes. Two fences would be 1.2% slower.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
 }
 
@@ -944,7 +944,7 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 }
 
 // By a block, a warp for each group of the tile: adds up the published sums of the group, and computes from the total
-// what finish needs of each channel.
+// the Epilogue of each channel.
 template <bool BACKWARD>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.channel + p.outs, p.out_channels);
@@ -1210,17 +1210,17 @@ __device__ __forceinline__ void write_gradients(
 //
 //     |dh x| 2^-21   +   |x| 2^-38 (the warp's largest dh of channel o)   +   |dh| 2^-22 (the tile's largest x of c)
 //
-// because a small lo is wrong by up to 2^-25. That is 2^-25 / 2^13 of that dh, and 2^-25 / (1/8) of that x, which is at
-// least 1/8, scaled, if channel c has kClear. If it has kFaint alone, or x or (with pieces) dh is infinite, the warp
-// calls add_weight_gradient_in_float. Tensor cores truncate their sums, so `part` begins at zero in each row.
+// because a small lo is wrong by up to 2^-25. Scaled, that dh is at least 2^13, that x at least 1/8 if c has kClear. If
+// it has kFaint alone, or x or (with pieces) dh is infinite, the warp calls add_weight_gradient_in_float. Tensor cores
+// truncate their sums, so `part` begins at zero in each row.
 //
 // A warp computes the sums of its 16 channels and four rows, tap by tap, and adds them, tile after tile, to a slot of
 // its own in global memory. Registers have no room for them (36 in each lane), nor has shared memory (36 KiB a
-// block) in float32 on compute capability 8.0. As no two warps share a slot, there are no atomics, and the order of the
-// additions is always the same. ATen adds up the slots, in double. They take 10 MB on an H200, or 39 MB with 128 output
+// block) in float32 on compute capability 8.0. As no two warps share a slot, there are no atomics, and the order of
+// additions is fixed. ATen adds up the slots, in double. They take 10 MB on an H200, or 39 MB with 128 output
 // channels, and stay in its L2 of 50 MB.
 
-// The address, in the warp's slot, of the tap's first element of mma's result that this lane has.
+// The address, in the warp's slot, of this lane's first element of mma's result for the tap.
 __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, int tap) {
     const Fragment fragment(p);
     const int warps = 1 << (kBlockLog2 - p.outs_log2);  // that have the same channels
@@ -1228,7 +1228,7 @@ __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, 
     const int64_t row = (slot * p.kernel * p.kernel + tap) * p.channel_tiles * p.outs + tile.channel + fragment.channel;
     return p.weight_sums + row * kStage + read_thread() % 4 * 2;
 }
-// By a warp, where products on tensor cores would be wrong, see above: adds the same sums of its tile to its slot, but
+// By a warp, where tensor cores are not accurate enough, see above: adds the same sums of its tile to its slot, but
 // computes them in float32, from x and dh in global memory, and leaves out what is outside the output.
 template <typename T>
 __device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, const Tile& tile) {
@@ -1361,7 +1361,7 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const Shared& share
 template <typename T, Direction DIRECTION>
 __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradient ? 1 : kBlocks)
     convolve_and_normalize(const __grid_constant__ Arguments p) {
-    // Dynamic shared memory: x | weights, a set of each stage that stays, or one | raw, if kRaw; else raw is x.
+    // Dynamic shared memory: x | weights: of all stages that keep them, or of one | raw, if kRaw; else raw is x.
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
@@ -1409,7 +1409,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
             unit *= finish_x<T, DIRECTION>(p, first, raw, x, shared);
-            // A register is faster: 0.98 of the time. But the backward has none left: there it is in shared memory.
+            // The backward has no register left for it. Where there is one, the kernel takes 0.98 of the time.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
             else if (read_thread() == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) start_x<T>(p, tile, first + p.stage, raw);
@@ -1455,7 +1455,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The launches. The ten numbers of `sizes`: samples, in_channels, height, width, out_channels, groups, rows of the
+// The launches. `sizes` has ten numbers: samples, in_channels, height, width, out_channels, groups, rows of the
 // convolution's kernel, type of x, type of dh (0 float, 1 half, 2 bfloat16), rows of zeros on each side of x.
 
 static Arguments plan(const int64_t* sizes) {
@@ -1483,7 +1483,7 @@ static Arguments plan(const int64_t* sizes) {
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
 
-// Computes the bytes of the workspace, the rows of channel_sums and, unless it is null, the shape of weight_sums: of no
+// Computes the bytes of the workspace, the rows of channel_sums and, unless it is null, the shape of weight_sums: no
 // slots if the backward does not compute W's gradient. It does on tensor cores, if all of x that a tile depends on is
 // in shared memory at once, and for 128 output channels at most, so that the slots fit L2. Returns a cudaError_t.
 extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape) {
@@ -1547,7 +1547,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.tiles) {
-        // Whole samples, if few blocks are left out: no block waits for one that is a tile behind. 0.97 of the time.
+        // Whole samples, if few blocks are left out: waiting for blocks that are a tile behind would take 3% more time.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
         p.mode = kWait;
@@ -1637,18 +1637,18 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 }
 // ---- on a CPU: a direct convolution in registers, and the rest while a group is in the cache
 //
-// A sample is computed in bands of some rows and four channels. h is stored with x's row length: pixel (row, column) at
-// index row * width + column. So a tap, one weight of the kernel, needs for each pixel the value of x at the same
-// offset from it, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
+// A sample is computed in bands of some rows and four channels. h, here without biases, has x's row length: its pixel
+// (row, column) is at index row * width + column. So a tap, one weight of the kernel, needs for each pixel the value of
+// x at the same offset from it, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; each loaded
 // value of x is used in four products. Then, while the band is in the first-level cache, the thread computes the
-// activation, adds up the values and their squares in double, and copies the band to out. Each tile has prefetched its
-// cache lines of out, which makes the whole 1.1 times as fast. When all bands of a group are computed, its channels are
-// normalised in place.
+// activation, adds up the values and their squares in double, and copies the band to out. Before, each tile prefetches
+// its cache lines of out: all in all this is 1.1 times as fast. When all bands of a group are computed, its channels
+// are normalised in place.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1693,7 +1693,7 @@ void convolve_tile(const float* x, const int64_t* offsets, int64_t taps, const f
     }
 }
 
-// 2^t in operations that the compiler makes vectors of. t is split into a whole number n, which becomes the exponent's
+// 2^t in operations that the compiler can vectorize. t is split into a whole number n, which becomes the exponent's
 // bits, and |f| <= 0.5. A polynomial gives 2^f; evaluated in float32, its relative error is at most 2.4e-7. min and max
 // are in the order that keeps a NaN.
 inline float exp2_approx(float t) {
@@ -1735,8 +1735,8 @@ Sums add_up(const float* v, int64_t n) {
     return {values, squares};
 }
 
-// v = (v - mean) * factor + beta. The mean is rounded to float, and `rest` makes up for that. With an infinite factor
-// `rest` is NaN, as PyTorch's v * factor + (beta - mean * factor) is.
+// v = (v - mean) * factor + beta. The mean is rounded to float; `rest` is beta, corrected for that. With an infinite
+// factor `rest` is NaN, as PyTorch's v * factor + (beta - mean * factor) is.
 void normalize(float* v, int64_t n, double mean, double factor, float beta) {
     const float center = float(mean);
     const float rest = float(beta + (center * factor - mean * factor));
@@ -1754,8 +1754,8 @@ bool direct_pays(const Tensor& x, const Tensor& weight) {
     return is_small && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
 }
 
-// Asks the system for pages of 2 MiB in place of 4 KiB: of 60 ms for 66 MB of output, on one thread, it takes 25 ms to
-// make small pages, and 1 ms to make huge ones.
+// Asks the system for pages of 2 MiB in place of 4 KiB. Of the 60 ms that 66 MB of output take on one thread, making
+// small pages takes 25 ms, huge ones 1 ms.
 void use_huge_pages(const Tensor& t) {
     constexpr uintptr_t kHugePage = 2 << 20;
     const auto begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
@@ -1886,7 +1886,7 @@ struct DirectConvolution : Call {
         }
     }
 
-    // A thread computes a slice from its bands to the output, so normalize_channels finds it in this core's cache.
+    // A thread computes a slice from its bands to the output, so normalize_channels reads it from this core's cache.
     void make_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, outs);
@@ -2169,7 +2169,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    h = h + bias  # line by line, as in the Model: so each old h is freed as soon as the next is computed
+    h = h + bias  # line by line, as in the Model: each old h is freed as soon as the next is computed
     h = h * scale
     return torch.sigmoid(h)
 
@@ -2195,7 +2195,7 @@ _check_activation()
 def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
     """The Model's lines, as a function of its tensors."""
     h = _activate(torch.conv2d(x, conv_weight, conv_bias), bias, scale)
-    # nn.functional's takes 4 us more on a CPU, which is much for a small image; but it refuses groups of one value.
+    # nn.functional's refuses groups of one value, as the Model does, but takes 4 us more: much for a small image.
     group_norm = nn.functional.group_norm if h.numel() == groups else torch.group_norm
     return group_norm(h, groups, weight, group_bias, eps)
 
@@ -2209,7 +2209,7 @@ def _is_image(t: torch.Tensor) -> bool:
 def fits(tensors: tuple, groups: int) -> bool:
     """Whether our kernels take the network's tensors: x, then the parameters in the operators' order.
 
-    A FakeTensor is what torch.export, not strict, runs a module with.
+    torch.export, unless strict, runs a module with FakeTensors.
     """
     x, weight, conv_bias, bias, scale, gamma, beta = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
