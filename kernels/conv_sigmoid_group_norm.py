@@ -24,10 +24,9 @@ computes x's gradient from dh if the convolution is 3x3 and has at least 4 input
 or x's gradient from dh. Our kernels compute the same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By
-`python harness.py conv_sigmoid_group_norm --backward` an H200 takes 1.14 ms forward in float32, 5.2 times as fast as
-eager and 2.93 times as fast as torch.compile; forward and backward, with x's gradient, 4.95 ms, 3.7 times as fast as
-eager. Compiled for compute capability 8.0 it takes 1.26 and 5.34 ms there, 4.7 and 3.5 times as fast as eager; in
-bfloat16 (`--dtype bfloat16`) 0.76 and 3.15 ms, 7.0 and 4.0 times.
+`python harness.py conv_sigmoid_group_norm --backward` an H200 takes 1.16 ms forward in float32, 5.1 times as fast as
+eager and 2.9 times as fast as torch.compile; forward and backward, with x's gradient, 4.92 ms, 3.7 times as fast as
+eager. results/README.md says what is known of bfloat16, and of this file compiled for compute capability 8.0.
 """
 
 import contextlib

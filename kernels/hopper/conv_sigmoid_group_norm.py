@@ -22,9 +22,9 @@ adds up what the norm's gradient needs. The second reads both once more; the gra
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.25 TB/s of a copy on the device. By `python harness.py
-hopper/conv_sigmoid_group_norm --backward` the forward takes 0.439 ms there, 13.4 times as fast as eager, also with
-gradients recorded. Forward and backward take 2.30 ms, 8.1 times as fast. In bfloat16 the two figures are 0.289 and
-1.43 ms, 18.4 and 8.8 times as fast.
+hopper/conv_sigmoid_group_norm --backward` the forward takes 0.437 ms there, 13.4 times as fast as eager, also with
+gradients recorded. Forward and backward take 2.12 ms, 8.7 times as fast. In bfloat16 the two figures are 0.280 and
+1.28 ms, 18.8 and 9.7 times as fast.
 """
 
 import contextlib
