@@ -10,7 +10,7 @@ without gradients. For everything else, and for a norm with hooks (see `fits`), 
 
 Mean and variance depend on every value of a slice, so no output can be written before the whole slice has been read:
 every value is used twice. To read it from DRAM only once, the kernels keep the slice on the chip between the two uses.
-The backward keeps the slice of g, too. The size of x's slice decides where (in brackets: its limit in the backward):
+The backward keeps the slice of g, too. The size of x's slice decides where (limits in brackets: of the backward):
 
     size of x's slice                      where it is kept
     up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads
@@ -18,10 +18,10 @@ The backward keeps the slice of g, too. The size of x's slice decides where (in 
                                            (the benchmark's slices: 1 MiB in float32)
     larger, or where blocks cannot wait    nowhere: the input is read twice, the output written once
 
-6.9 MiB are what 132 blocks hold, one on each SM. Each has 576 worker threads, and each of these has 6 packs of 16
-bytes. In float16 and bfloat16 a thread has 8 packs (9.2 MiB in all), in the backward 4 of x and 4 of g. If a slice's
-bytes are no multiple of 16, these limits are a little lower. Blocks can wait for each other only if all of them are
-resident: on the SMs at the same time.
+6.9 MiB are what 132 blocks hold, one on each SM. Each has 576 worker threads, and each of these holds 6 packs of 16
+bytes; in float16 and bfloat16 8 packs (9.2 MiB in all). In the backward of any dtype it holds at most 4 of x and 4 of
+g. If 16 does not divide a slice's bytes, these limits are a little lower. Blocks can wait for each other only if all
+are resident: on the SMs at the same time.
 
 For x of (112, 64, 512, 512) in float32 the forward moves 15.03 GB and computes some 10 FLOPs a value; the backward
 moves 22.5 GB. On an H200 that runs the code compiled for an A100, the forward takes 3.52 ms. That is 2.34x as fast as
@@ -131,7 +131,7 @@ template <typename T, int V, bool RAGGED> struct Span {
     int head = 0, packs = 0, tail = V;
 
     Span() = default;
-    // Past the tensor's end a span has no packs. The remainders are unsigned: those by a power of two are cheap.
+    // Past the tensor's end a span has no packs. Unsigned remainders by a power of two are cheap.
     __device__ Span(const Task<T>& task, int64_t slice) {
         if (slice >= task.slices) return;
         const int64_t begin = slice * task.n;
@@ -215,7 +215,7 @@ template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline
 // difference x - mean[0] is nearly exact, so `offset` can correct for the residuals afterwards:
 //     y  = (x - mean[0]) * rstd + offset                                offset = -residual[0] * rstd
 //     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = residual[0] * slope - residual[1]
-// Here slope is rstd^2 * covariance, and covariance is that of x and g. The forward needs no slope and does not set it.
+// Here slope is rstd^2 * the covariance of x and g. The forward needs no slope and does not set it.
 template <int OPERANDS> struct Norm {
     float mean[OPERANDS], rstd, slope, offset;
 
@@ -257,15 +257,16 @@ template <int OPERANDS> struct Norm {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Small slices are kept in registers: up to 64 KiB (backward 32). A group of 1 to 512 threads, a power of two, has a
-// slice, and each of its threads up to ITEMS places of it. (Slices of one or two packs: two slices, and one place of
-// each.) So a warp has up to 32 slices, and enough bytes are in flight however small the slices are. All is computed in
-// float. The group first computes its shifts: the means of a sample of the values. Then it computes the sums around the
-// shifts, and from these the Norm.
+// slice, and each of its threads up to ITEMS places of it. (If slices have one or two packs, a group has two slices,
+// and a thread one place of each.) A warp has up to 64 slices, so enough bytes are in flight even if those are small.
+// All is computed in float. The group first computes its shifts: the means of a sample of the values. Then it computes
+// the sums around the shifts, and from these the Norm.
 //
-// In float32 the sample is the whole slice, so the shift is the mean but for rounding, and the sum of d tells what it
-// lacks. In 16 bits only the first place of each thread is in the sample. Why that is enough: if k of n values are in
-// it, the shift differs from the mean by at most s / sqrt(k), where s^2 is the sum of (x - mean)^2 over the slice. So
-// the sum of d * d is at most (1 + n / k) * s^2. n / k is at most 16: to subtract the mean's part costs at most 4 of a
+// In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
+// 16 bits only the first place of each thread is in the sample. This is enough: if k of n values are in it, the shift
+// differs from the mean by at most s / sqrt(k), where s^2 is the sum of (x - mean)^2 over the slice. So the sum of
+// d * d is at most (1 + n / k) * s^2, and n / k is at most 16. (Where pack 0 has neighbours' values, the slice's first
+// value counts in their place, and the factor is at most 23.) To subtract the mean's part costs less than 5 of a
 // float's 24 bits, whatever the values are. If all values are equal, the shift is that value, and the output 0.
 //
 // Slices of up to 240 values that are RAGGED in packs of 16 bytes have few packs, and share most with neighbours. They
@@ -283,8 +284,8 @@ template <int OPERANDS> struct Norm {
 
 constexpr int kMaxGroup = 512;  // the most threads of a group
 constexpr int kHeld = 8;  // the packs of 16 bytes that a thread holds: of x, in the backward 4 of x and 4 of g
-// The values of a slice that goes through shared memory. In 16 bits larger ones are slower so: 1.2 times the time for
-// 17 x 17. Its group has at most 8 threads, so a block has 16 slices or a multiple, and all runs begin on 16 bytes.
+// The most values of a STAGED slice. Larger 16-bit slices would take longer that way (17 x 17: 1.2 times the time). Its
+// group has at most 8 threads, so a block has 16 slices or a multiple, and all runs begin on 16 bytes.
 constexpr int kLargestRun = 240;
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it.
@@ -348,7 +349,7 @@ __device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], float 
     Place<T, V, OPERANDS> (&held)[SLICES][ITEMS], const Each& each, const Task<T>& task, int threads) {
     constexpr int kSums = 2 * OPERANDS;
     constexpr int kSample = sizeof(T) == 4 ? ITEMS : 1;  // the places of a thread that are in the sample
-    // From the first values to the means of the sample. Each thread divides its sum, since their total could overflow.
+    // Move the shifts to the means of the sample. Each thread divides its sum, since the total could overflow.
     float of_sample[SLICES][kSums] = {};  // only the sums of d and e are used: the compiler drops the others
     each([&](int s, int i, int, unsigned mask) {
         if (i < kSample) add_products<RAGGED>(of_sample[s], held[s][i], mask, shift[s]);
@@ -383,7 +384,6 @@ constexpr int kBlock = 128;  // the threads of a block, unless a group has more
 // The threads that an SM must have room for if each holds so many bytes. It has 65536 registers: 40, 64 or 96 a thread.
 template <size_t BYTES> constexpr int kThreads = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
 
-// STAGED: the slices go through shared memory.
 template <typename T, int V, int OPERANDS, int SLICES, int ITEMS, bool RAGGED, bool STAGED,
     int BLOCK = STAGED ? kBlock : kMaxGroup>
 __global__ void __launch_bounds__(BLOCK, kThreads<sizeof(T) * V * OPERANDS * SLICES * ITEMS> / BLOCK)
@@ -691,7 +691,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             }
             sums.store(of_warp[round % 2][warp], summed.first_value);
         } else if (write && waiting.slice >= 0) {
-            // They are equal only where a block has several tiles of a slice: in the second of two launches.
+            // Only in the second of two launches may a block have several tiles of a slice, so that they are equal.
             if (waiting.slice != known) {
                 double total = add_published<kSums>(published(waiting.slice), tiling.tiles);
                 if (lane % 2 == 1) total *= task.inverse_n;  // of d * d and d * e
@@ -1004,9 +1004,9 @@ def _is_whole(library: pathlib.Path) -> bool:
 def _load(name: str, arch: str = "") -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; return the namespace of their operators in torch.ops.
 
-    GPU code is made for `arch` ("90a", say). Without it PyTorch decides: for what TORCH_CUDA_ARCH_LIST names, or for
-    the GPUs present. The name has a hash of sources, flags and torch's version, so a library of that name, once whole,
-    is loaded as it is, and edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
+    GPU code is compiled for `arch` ("90a", say), else for what TORCH_CUDA_ARCH_LIST names, else for the GPUs present.
+    The name ends in a hash of sources, targets, flags and torch's version. So a whole library of that name is loaded
+    without a build, and edited copies do not collide. If a tool is missing, the RuntimeError says what to do.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
@@ -1026,7 +1026,7 @@ def _load(name: str, arch: str = "") -> str:
     if _is_whole(library):  # also where the cache is read-only, and where no compiler is installed
         torch.ops.load_library(library)
         return name
-    if not os.environ.get("CXX", "c++").strip():  # set, but empty: PyTorch would run a compiler of no name
+    if not os.environ.get("CXX", "c++").strip():  # set, but empty: PyTorch would run a command without a name
         del os.environ["CXX"]
     if not shutil.which("ninja"):  # pip puts it beside python, which is not on PATH if the environment is not activated
         os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
@@ -1041,14 +1041,14 @@ def _load(name: str, arch: str = "") -> str:
         raise RuntimeError(f"{folder} cannot be written: set TORCH_EXTENSIONS_DIR to a folder that can be")
     with open(folder / "build.lock", "w") as lock:
         # One process builds at a time. This lock ends with its process; PyTorch's own file, `lock`, outlives a build
-        # that was killed (pytorch#189245). A file system without flock raises OSError: PyTorch's lock is left to it.
+        # that was killed (pytorch#189245). Where flock raises OSError, only PyTorch's lock is used.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)
         if _is_whole(library):  # another process built it while this one waited
             torch.ops.load_library(library)
             return name
-        library.unlink(missing_ok=True)  # of a build that was interrupted, or of 0 bytes since a disk was full
+        library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
         cpp_extension.load_inline(
             name,
             CPP_SOURCE.replace("NAMESPACE", name),
@@ -1094,7 +1094,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether our kernels compute norm(x): not if norm has hooks, in torch.func's transforms, or in forward-mode AD.
+    """Whether our kernels compute norm(x). They do not if norm has hooks, or in torch.func and forward-mode AD.
 
     They take a FakeTensor, too, because torch.export calls modules with one when it is not strict.
     """
