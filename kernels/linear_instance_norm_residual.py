@@ -6,9 +6,9 @@
 The Model's `InstanceNorm2d` is given each row as a channel of 1 x F pixels. So `mean` and `rstd` are the row's own:
 rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-The fast path is taken (`_fits`) when y and h, the linear layer's output, are 2-D and of one shape, both are float32,
-float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are no hooks, autocast or transforms.
-Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own lines.
+The fast path is taken (`_fits`) when y and h, the linear layer's output, are 2-D, of one shape and of one dtype,
+float32, float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are no hooks, autocast or
+transforms. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own lines.
 
 On a GPU a large float32 product (`_is_large`) runs on tensor cores, as three fp16 products, where that is faster than
 cuBLAS's float32 product (`_BY_PIECES`) and TF32 is not allowed. All other products are nn.Linear's own (cuBLAS),
@@ -20,7 +20,7 @@ writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three 
 was and they are large, else by cuBLAS.
 
 On a CPU, threads finish the rows of PyTorch's product; 16-bit inputs are computed in float32 where that is faster. Read
-"The rows" first, "The product" when you want to know how it is done.
+"The rows" first, and "The product" when you want to know how x W^T is computed.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
 reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.19 ms,
@@ -52,8 +52,8 @@ CUDA_SOURCE = r"""
 //
 // Pieces. Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products up in float32. So a float32
 // number x, of 24 bits, is split into two fp16 numbers, its pieces: hi is x rounded to fp16, and lo is x - hi rounded
-// to fp16. The unit of x's last bit is 2^-23 of x at most. x - hi is at most 2^12 such units, where fp16 counts in
-// steps of 2 units, so lo is off by at most one. With w = hi' + lo' split likewise:
+// to fp16. The unit of x's last bit is 2^-23 of x at most. x - hi is at most 2^12 such units. fp16 numbers of that
+// size are 2 units apart, so lo is off by at most one. With w = hi' + lo' split likewise:
 //
 //     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
@@ -67,20 +67,20 @@ CUDA_SOURCE = r"""
 // whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of
 // 8 there, and lo is -1.599609.
 //
-// Promotion. A tensor core does not round its sums, it truncates them, always towards zero, so errors grow with K.
-// Therefore the accumulators are added to sums in float32 registers and begin again at zero, after every 32, 64 or 128
-// of K: more for larger K, as the errors of SGEMM, cuBLAS's float32 product, grow with K as well. (With 64 in place of
-// 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times
-// SGEMM's.)
+// Promotion. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
+// grow with K. So after every 32, 64 or 128 of K, the accumulators are added to float32 sums in other registers and
+// begin again at zero. The interval is longer for larger K, as the errors of SGEMM, cuBLAS's float32 product, grow with
+// K as well. (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then
+// its errors could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Doubt. Below 2^-14 fp16 counts in steps of 2^-24, so that hi or lo may be off by 2^-25.
 //   - For a scaled value of 2^-2 or more that is within the 2^-23 of it which is lost anyway. A smaller one, which is
-//     below 2^-16 of its row's largest, is "coarse".
-//   - A coarse value is multiplied by one below 2^15. So c coarse values in two rows, taken together, change the sum by
-//     less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it that float32
-//     may lose.
+//     below 2^-16 of its row's largest, is called coarse.
+//   - A coarse value is multiplied by one below 2^15. So if two rows have c coarse values between them, these change
+//     the sum by less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it
+//     that float32 may lose.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
 //     smaller than its two rows' doubts together is doubtful, and is computed again from the float32 values. That
 //     happens to fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
@@ -94,13 +94,13 @@ CUDA_SOURCE = r"""
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // This is for PIECES = 2. Where TF32 is allowed, in linear_swish_group_norm only, PIECES is 1: a line is hi of 64
-// values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (For its larger errors the same
-// doubt is over-careful.)
+// values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (A smaller doubt would do for
+// its larger errors.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
 // tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1
-// and L + 2 are in flight or there.
+// and L + 2 arrive.
 //
 // Swizzle. ldmatrix reads the same 16-byte chunk of eight rows at once. If that were at the same place of each row's
 // 128 bytes, all eight would lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ r % 8:
@@ -112,8 +112,8 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// MN-major. The gradients are products C = A B instead, of a B (K, n) whose rows are split: a row has one k, a line 32
-// columns. A stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0
+// MN-major. The gradients are products C = A B instead. B is (K, n), and its rows are split, so a line holds 32 columns
+// of one k. A stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0
 // of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
 
 constexpr int kLine = 64;  // fp16 numbers
@@ -303,10 +303,10 @@ template <bool MN_MAJOR> struct Copies {
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// A row of the stage is a row of A, a column of B or, MN-major, one of K: then a quarter is 16 of the 32 rows of K, of
-// either piece, and i / 2 is which line. The address of another quarter is `from` with the byte offset of the quarter
-// xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and needs stages that begin at
-// multiples of 128 bytes.
+// A row of the stage is a row of A, a column of B or, MN-major, a row of B. MN-major, quarters 0 and 1 are hi of 16 of
+// the 32 rows each, quarters 2 and 3 are lo, and i / 2 is which line. The address of another quarter is `from` with the
+// byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
+// needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -478,7 +478,7 @@ struct Linear {
     }
 };
 
-// ---- Launching the product. What the C++ calls returns, as an int, the cudaError_t of its launches. ----
+// ---- Launching the product. A launcher that the C++ code calls returns the cudaError_t of its launches. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -502,7 +502,7 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
     while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
     split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
 }
-// h = x W^T + bias, and what its epilogue makes of it. epilogue.linear names the scales and doubts that are written.
+// Computes h = x W^T + bias and calls the epilogue with it. Writes scales and doubts to where epilogue.linear points.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const Linear& own = epilogue.linear;
     const int64_t pitch = pitch_of(own.k, 2);
@@ -529,7 +529,7 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 //     A's scales       [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows and columns of G that a block owns
 static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
-constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
+constexpr int kPitch = kSide + 1;  // floats per row in shared memory: odd, so that a column has no bank conflicts
 constexpr int kSplitThreads = 256;
 // A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A,
 // and each lane has two neighbours of every 32 values. They multiply the row by `factors`, the inverses of the scales
@@ -662,7 +662,7 @@ template <typename T, int TENSORS> struct HeldRows {
             }
         }
     }
-    // Calls use(packs, at) for each number `at` of this thread's packs of the row. packs[t] is that of tensor t.
+    // Calls use(packs, at) for each of this thread's packs of the row: `at` is its number, packs[t] that of tensor t.
     template <class Use> __device__ __forceinline__ void each(const Use& use) const {
         Own now[TENSORS];
 #pragma unroll
@@ -846,10 +846,10 @@ at::Tensor empty_pieces(int64_t rows, int64_t k, int pieces, const at::Tensor& l
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
+int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
     return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
 }
-// Sizes that the product's kernels can take; whether they pay is asked in Python.
+// Checks that the product's kernels can take these sizes. Python decides whether they pay (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0, "float32 matrices");
 }
@@ -1070,7 +1070,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
 
-    A FakeTensor is what torch.export, not strict, runs a module with.
+    FakeTensors are allowed, as torch.export(strict=False) runs a module with them.
     """
     tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
     ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
@@ -1096,7 +1096,7 @@ def _allows_tf32() -> bool:
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
-# torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
+# As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_instance_norm_residual")
@@ -1105,8 +1105,8 @@ _operators = getattr(torch.ops, NAMESPACE)
 # conversions included. float16 layers are computed in float32 there, too.
 _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
 # The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
-# product: 8.0, 9.0, 10.0 and 10.3, where one by mma.sync is 16 (8.0) or 7 times as fast as SGEMM. Not 8.6, 8.7, 8.9 and
-# 12.x, where it is 2 to 4 times as fast, nor 7.5, which has no cp.async.
+# product: 8.0, 9.0, 10.0 and 10.3. There one fp16 product by mma.sync is 16 (8.0) or 7 times as fast as SGEMM. It is 2
+# to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, which has no cp.async.
 _BY_PIECES = {
     gpu
     for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
@@ -1123,7 +1123,7 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
-    """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles: with fewer, some SMs have none.
+    """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles, about one for each SM.
     With few rows, columns or terms the split takes longer than the product saves."""
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
         from torch.fx.experimental.symbolic_shapes import statically_known_true as known
@@ -1153,7 +1153,7 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool 
 
 
 def _is_widened(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether 16-bit inputs are computed in float32 and rounded once.
+    """Whether 16-bit inputs are converted to float32 and only the output is rounded.
 
     On a GPU only small products, of which dX or the bias's gradient has fewer than 64 values. Each is a long sum whose
     terms cancel (h's gradients are orthogonal to h). Their errors of rounding do not average out over so few values.

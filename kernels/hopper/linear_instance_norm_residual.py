@@ -1677,7 +1677,7 @@ def _allows_tf32() -> bool:
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
-# torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
+# As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
