@@ -2087,9 +2087,9 @@ def _is_whole(library: pathlib.Path) -> bool:
 def _load(name: str, arch: str = "") -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; return the namespace of their operators in torch.ops.
 
-    GPU code is made for `arch` ("90a", say). Without it PyTorch decides: for what TORCH_CUDA_ARCH_LIST names, or for
-    the GPUs present. The name has a hash of sources, flags and torch's version, so a library of that name, once whole,
-    is loaded as it is, and edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
+    GPU code is compiled for `arch` ("90a", say), else for what TORCH_CUDA_ARCH_LIST names, else for the GPUs present.
+    The name ends in a hash of sources, targets, flags and torch's version. So a whole library of that name is loaded
+    without a build, and edited copies do not collide. If a tool is missing, the RuntimeError says what to do.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
@@ -2109,7 +2109,7 @@ def _load(name: str, arch: str = "") -> str:
     if _is_whole(library):  # also where the cache is read-only, and where no compiler is installed
         torch.ops.load_library(library)
         return name
-    if not os.environ.get("CXX", "c++").strip():  # set, but empty: PyTorch would run a compiler of no name
+    if not os.environ.get("CXX", "c++").strip():  # set, but empty: PyTorch would run a command without a name
         del os.environ["CXX"]
     if not shutil.which("ninja"):  # pip puts it beside python, which is not on PATH if the environment is not activated
         os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
@@ -2124,14 +2124,14 @@ def _load(name: str, arch: str = "") -> str:
         raise RuntimeError(f"{folder} cannot be written: set TORCH_EXTENSIONS_DIR to a folder that can be")
     with open(folder / "build.lock", "w") as lock:
         # One process builds at a time. This lock ends with its process; PyTorch's own file, `lock`, outlives a build
-        # that was killed (pytorch#189245). A file system without flock raises OSError: PyTorch's lock is left to it.
+        # that was killed (pytorch#189245). Where flock raises OSError, only PyTorch's lock is used.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)
         if _is_whole(library):  # another process built it while this one waited
             torch.ops.load_library(library)
             return name
-        library.unlink(missing_ok=True)  # of a build that was interrupted, or of 0 bytes since a disk was full
+        library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
         cpp_extension.load_inline(
             name,
             CPP_SOURCE.replace("NAMESPACE", name),
