@@ -159,8 +159,9 @@ class Ring:
     def stand_in(self, claimed: list[float], samples: Samples, flushes: int) -> None:
         """A turn of eager's process in which the GPU waits for as long as the candidate has claimed, call by call.
 
-        On a busy machine the host is often late to see that a call has ended. Of a call that takes long this is no part
-        of what the turn takes beyond its claim: the host is there again before the call ends.
+        On a busy machine another process often takes the core while the host waits for the end of a call. Behind a
+        short call such a pause is seen as time that was not claimed. In a long call it is not: the host runs again
+        before the call ends. So a fast candidate is compared with calls that are as short as its own.
         """
         worker, beyond = self.case.workers["eager"], 0.0
         self.warm_up("eager")
