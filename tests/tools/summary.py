@@ -167,8 +167,10 @@ def slower_table() -> str:
             factors = [run["speedup"][baseline] for run in timed]
             span = f"{min(factors):.2f}x to {max(factors):.3g}x"
             slowest = sorted(slower, key=lambda run: run["speedup"][baseline])[:3]
-            shapes = (" and ".join(" x ".join(map(str, shape)) for shape in run["shapes"]) for run in slowest)
-            said = [f"{shape} {run['dtype']}: {times(run, baseline)}" for shape, run in zip(shapes, slowest)]
+            said = []
+            for run in slowest:
+                shape = " and ".join(" x ".join(map(str, shape)) for shape in run["shapes"])
+                said.append(f"{shape} {run['dtype']} {DIRECTIONS[run['direction']]}: {times(run, baseline)}")
             rows.append([f"`{name}`", baseline, f"{len(slower)} of {len(timed)}", span, "; ".join(said) or "-"])
     return markdown(["file", "baseline", "rows where it is faster", "ModelNew is", "the three slowest rows"], rows)
 

@@ -1,0 +1,146 @@
+"""Times kernel files beside eager and, if wanted, torch.compile over the shapes of the Model file's list `sweep`.
+
+    python tests/tools/sweep.py [--dtype float32,bfloat16] [--precision high] [--compile] [--json FILE] NAME ...
+
+Forward without gradients, and forward with backward, x's gradient included. All contenders are in one process and take
+turns. On a GPU a call is timed by events, behind a flush of the L2 cache, while the GPU is busy until the call has been
+launched: so it is the GPU's time alone; host_time.py times the host. A factor is the median of the rounds' ratios.
+harness.py --sweep also checks every answer, but takes minutes for what this does in seconds. Where memory is short the
+batch is halved until all fit; the line says which batch it was. Exit code 1 if a row is slower than eager by over 3%.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from contend import DEVICE, ROOT, Problem
+
+from judge.record import environment
+from judge.roofline import Ceilings
+from judge.source import DTYPES, code_sha256, discover, load, make, set_precision
+
+SECONDS = 0.1  # of timing, of each contender in each direction, if that gives LEAST rounds or more
+LEAST, MOST = 10, 60  # rounds
+BUSY = 1_000_000  # clock cycles, some 0.5 ms: longer than the host takes to launch a forward
+SLOWER = 0.97
+
+
+class Clock:
+    """Milliseconds of one call."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(2**27 if DEVICE == "cuda" else 2**25, dtype=torch.uint8, device=DEVICE)
+
+    def __call__(self, call: Callable[[], None]) -> float:
+        self.flush.zero_()
+        if DEVICE == "cpu":
+            begin = time.perf_counter()
+            call()
+            return 1e3 * (time.perf_counter() - begin)
+        torch.cuda._sleep(BUSY)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1])
+
+
+def calls_of(module: torch.nn.Module, inputs: list) -> dict[str, Callable[[], None]]:
+    wanted = [x.clone().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        grad = torch.randn_like(module(*inputs))
+
+    def forward() -> None:
+        with torch.no_grad():
+            module(*inputs)
+
+    def forward_backward() -> None:
+        torch.autograd.grad(module(*wanted), [*wanted, *module.parameters()], grad)
+
+    return {"forward": forward, "forward_backward": forward_backward}
+
+
+def rows_of(name: str, constants: dict, dtype: str, batch: int, compiled: bool, clock: Clock) -> list[dict]:
+    pair = discover(ROOT)[name]
+    problem = Problem(pair.model_path, constants)
+    inputs = problem.inputs(batch, DEVICE, DTYPES[dtype], 0)
+    classes = {"new": load(pair.new_path).ModelNew, "eager": problem.module.Model}
+    modules = {of: make(cls, problem.arguments(0), 0).to(DEVICE, DTYPES[dtype]) for of, cls in classes.items()}
+    if compiled:
+        torch._dynamo.reset()
+        modules["compile"] = torch.compile(make(classes["eager"], problem.arguments(0), 0).to(inputs[0]), dynamic=False)
+    calls = {of: calls_of(module, inputs) for of, module in modules.items()}
+    rows = []
+    for direction in calls["new"]:
+        for _ in range(2):
+            first = {of: clock(each[direction]) for of, each in calls.items()}
+        rounds = int(max(LEAST, min(MOST, SECONDS * 1e3 / max(first.values()))))
+        times = {of: [] for of in calls}
+        for _ in range(rounds):
+            for of in random.sample(list(calls), len(calls)):
+                times[of].append(clock(calls[of][direction]))
+        row = {"model": name, "constants": constants, "dtype": dtype, "direction": direction, "ok": True}
+        row["shapes"] = [list(x.shape) for x in inputs]
+        row["ms"] = {of: statistics.median(each) for of, each in times.items()}
+        row["speedup"] = {
+            of: statistics.median(a / b for a, b in zip(times[of], times["new"])) for of in times if of != "new"
+        }
+        rows.append(row | {"rounds": rounds, "source_sha256": code_sha256(pair.new_path)})
+    return rows
+
+
+def sweep(name: str, dtype: str, compiled: bool, clock: Clock) -> list[dict]:
+    found = []
+    for constants in Problem(discover(ROOT)[name].model_path).sweep:
+        batch, rows = constants["batch_size"], []
+        while not rows:
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
+            try:
+                rows = rows_of(name, constants, dtype, batch, compiled, clock)
+            except torch.OutOfMemoryError:
+                batch //= 2  # outside this block, after which the answers are freed
+        for row in rows:
+            shape = ", ".join(f"{key} {value}" for key, value in (constants | {"batch_size": batch}).items())
+            factors = ", ".join(f"{factor:.3f}x {of}" for of, factor in row["speedup"].items())
+            print(f"{name} {dtype} {row['direction']}, {shape}: {row['ms']['new']:.4g} ms, {factors}", flush=True)
+        found += rows
+    return found
+
+
+def main(argv: list[str]) -> int:
+    pairs = discover(ROOT)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=pairs, metavar="NAME")
+    parser.add_argument("--dtype", default="float32,bfloat16")
+    parser.add_argument("--precision", choices=("highest", "high"), default="highest")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    set_precision(options.precision)
+    clock, rows = Clock(), []
+    for name in options.names:
+        for dtype in options.dtype.split(","):
+            rows += sweep(name, dtype, options.compile, clock)
+            if options.json:
+                command = [Path(__file__).name, *argv]
+                machine = environment(DEVICE, Ceilings(DEVICE, ()), command, ROOT, None)
+                options.json.write_text(json.dumps({"runs": rows, "environment": machine}, indent=1))
+    for other in rows[0]["speedup"]:
+        factors = [row["speedup"][other] for row in rows]
+        print(f"{len(rows)} rows: {min(factors):.3f}x to {max(factors):.3f}x {other}")
+    return int(any(row["speedup"]["eager"] < SLOWER for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
