@@ -11,9 +11,9 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 There are two paths, and `_fits` chooses one. The fast path is the operator below. It takes plain 2-D x and vectors of
 one value a feature, all of float32, float16 or bfloat16; groups of 64 features, products of at least 2^30
 multiplications (`_product_fits`), and with gradients at most 8192 features; no hooks, autocast or transforms. The
-product runs on the 16-bit tensor cores: of float32 as three products, with the accuracy of float32, or as one where
-TF32 is allowed; of 16-bit types as it is. All the rest of the forward is its epilogue. The plain path, for everything
-else, is the Model's own layers.
+product runs on the 16-bit tensor cores. A float32 product is three fp16 products, with the accuracy of float32, or one
+where TF32 is allowed. 16-bit types take one product. All the rest of the forward is its epilogue. The plain path, for
+everything else, is the Model's own layers.
 
 At the benchmark shape, 32768 x 1024 to 4096, the product is 275 GFLOP. For float32 it is done three times in fp16: 1.1
 ms at 750 TFLOP/s, about cuBLAS's rate in fp16 (tests/tools/product_rate.py measures both). Before it, split_rows reads
@@ -91,34 +91,36 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // There are two ways for float32 and one for 16-bit types. A `Scheme`, which is a template parameter, names the way.
 //
 // ThreeProducts: float32, with errors below those of cuBLAS's float32 product. split_rows multiplies each row of x (m,
-// k) and of W (n, k) by the power of two that brings its largest value to [2^14, 2^15). Then it stores each scaled
-// value v as two fp16 numbers, its pieces: hi is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11
-// significant bits, so |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. The tensor cores multiply
+// k) and of W (n, k) by the power of two that brings its largest value to [2^14, 2^15). (fp16 ends just below 2^16, and
+// a value close to 2^16 would be rounded to infinity.) Then it stores each scaled value v as two fp16 numbers, its
+// pieces: hi is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11 significant bits, so |lo| <= 2^-11 |v|,
+// and hi + lo differs from v by at most 2^-23 |v|. The tensor cores multiply
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
 // without the last term, and the finisher (warpgroup 2, see below) multiplies the sum by both rows' inverse scales. The
-// dropped lo lo' is 2^-22 of v v' at most, and 2^-24.5 of it in the root mean square. Its sign is random, so over K
-// products such errors partly cancel. Float32 arithmetic loses up to 2^-24 of the whole sum at each of its K additions.
+// dropped lo lo' is at most 2^-22 of v v'. Over random values its root mean square is 2^-24.5 of v v'. Its sign is
+// random, so over K products such errors partly cancel. Float32 arithmetic loses more: up to 2^-24 of the whole sum at
+// each of its K additions.
 //
 // The tensor cores do not round their sums, they truncate them, and what an addition loses grows with the accumulator.
 // So for every 64 of K a consumer starts its accumulators at zero, multiplies hi lo' and lo hi' first, while the
 // accumulators are small, then hi hi', and then adds the accumulators to other registers by float32 additions, which
-// round (Ootomo and Yokota, arXiv 2203.03341). What is left: h is too small by 0.75 * 2^-23 of itself on average, as
-// measured for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated. In
-// linear_swish_group_norm h goes through the activation before the norm, so no one factor could.)
+// round (Ootomo and Yokota, arXiv 2203.03341). What is left: x W^T is too near 0, by 0.75 * 2^-23 of itself on average,
+// as measured for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated
+// in that file. In linear_swish_group_norm h goes through the activation before the norm, so no one factor could.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
 // OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
 //
-// A line is 64 neighbouring numbers of a row of pieces, 128 bytes. It covers kLineK places along K:
+// A line is 64 neighbouring numbers of a row of pieces, 128 bytes. It covers kLineK values along K:
 //
 //     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
 //
-// `multiply` runs one block a multiprocessor, and block i computes every gridDim.x-th tile of the output from i on. In
-// its shared memory, stage s holds one line of each of the tile's rows of x and of W. Slot t holds 64 x 64 finished
-// sums.
+// `multiply` runs one block on each multiprocessor. Block i computes tiles i, i + gridDim.x, i + 2 gridDim.x and so on
+// of the output. In its shared memory, stage s holds one line of each row of x and of W that the tile needs. Slot t
+// holds 64 x 64 sums over all of K, which are still scaled.
 //
 //     warpgroup   role        waits for    does                                                           signals
 //     3           producer    empty[s]     one thread starts TMA copies of a line of x and W to stage s   full[s]
@@ -127,25 +129,27 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     2           finisher    ready[t]     loads the sums of slot t to registers                          taken[t]
 //                                          unscales them, applies the epilogue, stores the output
 //
-// So the epilogue of a tile runs while the next tile is multiplied. The slots are one ring. The consumers fill it in
-// turn, and the finisher empties it in the same order. For each tile they are
+// So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another. The
+// consumers fill the slots in turn, and the finisher empties them in the same order. A tile takes the next four slots
+// of the ring or, with OneProduct, the next eight:
 //
-//     number s of the slot            0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
+//     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
 //     rows of that consumer's half    0-63  0-63  0-63   0-63     64-127  64-127  64-127  64-127
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
 // Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
-//   - A scaled value is "coarse" if 2^-25 is more than the relative error that its pieces have anyway: below 2^-2 with
-//     hi and lo, which err by up to 2^-23 of it, and below 2^-14 with hi alone, which errs by up to 2^-11 of it.
-//   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
-//     by less than c * 2^-25 * 2^15 = c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does (or by 2^-11, as TF32 does). If it is c * 2^14 (or c * 2) or
-//     more, that is more than the coarse values change.
-//   - So split_rows counts each row's coarse values and stores that times 2^14 (or 2) as the row's `doubt`. If a sum is
-//     below the doubts of its two rows together, the finisher computes it again in float32, from x and W. That happens
-//     to some three of 10^6 sums of normal random operands at K = 8192, and to fewer at smaller K (an estimate: such
-//     sums, scaled, have a standard deviation over 2^29, and a row has 0.3 coarse values).
+//   - A scaled value is "coarse" if 2^-25 is more than the error that its pieces have anyway: below 2^-2 with hi and
+//     lo, which err by up to 2^-23 of the value, and below 2^-14 with hi alone, which errs by up to 2^-11 of the value.
+//   - What a coarse value is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the
+//     sum by less than c * 2^-25 * 2^15 = c * 2^-10.
+//   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). In a sum of c * 2^14
+//     (with hi alone c * 2) or more, this is c * 2^-10 or more, so that the coarse values do not matter.
+//   - So split_rows counts each row's coarse values and stores that number times 2^14 (or 2) as the row's `doubt`. If a
+//     sum is below the doubts of its two rows added up, the finisher computes it again in float32, from x and W. That
+//     happens to some three of 10^6 sums of normally distributed operands at K = 8192, and to fewer at smaller K. (An
+//     estimate: at K = 8192 such sums, scaled, have a standard deviation of about 2^31.5, and a row has 0.3 coarse
+//     values.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 //
 // To change the tile. Its columns, 128, are the n of the instruction m64n128k16 (WGMMA lists its 64 registers). Its
@@ -165,24 +169,25 @@ struct ThreeProducts {
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kLineK = kLine / kPieces;  // values in a line
     static constexpr int kTileRows = 128;  // of x
-    // A stage has 32 KiB. K is padded to four lines: the loop over the stages is unrolled, which saves 1 to 4% of the
-    // time.
+    // A stage has 32 KiB. The loop over the stages is unrolled, which saves 1 to 4% of the time. So a tile takes a
+    // multiple of four lines: TMA fills those beyond the end of K with zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarse = 0x1p-2f;  // see Range
-    static constexpr float kDoubt = 0x1p14f;  // of a row, for each coarse value
+    static constexpr float kDoubt = 0x1p14f;  // added to its row's doubt by each coarse value
     static constexpr int kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;  // of a thread
 };
 template <typename T, typename S> struct OneProduct {
     using Value = T;
-    // What sums are in the slots. T rounds each sum before the finisher adds the bias in float32: one rounding more
-    // than eager's addmm, which adds the bias first. All later steps are in float32, where eager rounds after each.
+    // The type of the sums in a slot. A 16-bit type rounds each sum before the finisher adds the bias in float32. That
+    // is one rounding more than in eager's addmm, which adds the bias first. All later steps are in float32, where
+    // eager rounds after each.
     using SlotValue = S;
     static constexpr int kPieces = 1;
     static constexpr int kLineK = kLine;
     static constexpr int kTileRows = 256;  // with 128 the loads of lines through L2 would take longer than the products
     static constexpr int kStages = 3;  // of 48 KiB
-    static constexpr int kSlots = sizeof(S) == 4 ? 5 : 10;  // of 80 KiB in all. A tile has 8
+    static constexpr int kSlots = sizeof(S) == 4 ? 5 : 10;  // 80 KiB in all. A tile fills 8
     static constexpr float kCoarse = 0x1p-14f;
     static constexpr float kDoubt = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
@@ -191,14 +196,15 @@ template <class Scheme> constexpr bool kRegistersFit =
     2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128;
 static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
     "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
-// Scaled sums are below 2^15 * 2^15 * K < 2^54. Times an inverse scale of up to 2^60 they are finite. Rows of larger
-// inverse scales have infinite doubt: multiply_rows computes all their sums.
+// Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. Times an inverse scale of up
+// to 2^60 they are finite. A row with a larger inverse scale has infinite doubt, so that multiply_rows computes all its
+// sums.
 constexpr float kLargestUnscale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the scale that brings `largest` to [2^14, 2^15). It is 126 at most, so that the scale and its inverse
-// are normal numbers: then a largest value below 2^-112 stays below 2^14, and 2^-149 becomes 2^-23.
+// are normal numbers. So a largest value below 2^-112 stays below 2^14: the least float32, 2^-149, becomes 2^-23.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -220,8 +226,8 @@ struct Max {
 };
 // Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Whole
 // warps call it or, for a group of more than 32 threads, the whole block: then warp_values is shared memory, a float
-// for each warp. Between two such calls with the same warp_values the block meets at another __syncthreads(), as that
-// of a call with others.
+// for each warp. Between two such calls with the same warp_values there must be another __syncthreads(). A call with
+// other warp_values has one.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -248,16 +254,16 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
     to[0] = hi;
     if (Scheme::kPieces == 2) to[kLineK / COUNT] = lo;
 }
-// Of a row of x or W: the inverse of its scale, and its doubt (see Range). The output of a row of x and a row of W is
-// their sum times both inverses. The sum is doubtful if its magnitude is below both rows' doubts together.
+// Of a row of x or W: the inverse of its scale, and its doubt (see Range). A row of x and a row of W have one scaled
+// sum. Times both inverses it is the output. It is doubtful if its magnitude is below the two doubts added up.
 struct RowScale {
     float unscale, doubt;
-    // Of the scale. unscale is 2^-exponent.
+    // The exponent of the scale: unscale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(unscale) >> 23); }
 };
-// In the backward an exponent of a scale may be the sum or difference of two, each 126 at most. 2^252 and 2^-252 are no
-// float32 numbers, so such a scale is applied as two factors, of half the exponent each. At 2^-252 every float32 number
-// becomes 0 in fp16.
+// In the backward the exponent of a scale may be the sum or the difference of two exponents, each 126 at most. 2^252
+// and 2^-252 are no float32 numbers, so such a scale is applied as two factors, of half the exponent each. No exponent
+// need be lower than -252: there every float32 number already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
 constexpr int kLeastExponent = -kLargestExponent;
 // What split_rows reads and writes.
@@ -267,8 +273,9 @@ struct Operand {
     int64_t rows;
     int k;
     RowScale* scales;  // Forward: row i is scaled to its own largest value. split_rows writes scales[i].
-    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i], lowered if necessary so
-    // that its largest value stays below 2^15.
+    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i]. Where that would bring
+    // the row's largest value to 2^15 or more, the exponent is lowered. Only x's rows need this, and only where G's row
+    // is 0: there any finite scale will do.
     const int *base, *offsets;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int of_largest = scale_exponent(largest);
@@ -278,9 +285,9 @@ struct Operand {
 };
 constexpr int kSplitThreads = 256;
 constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
-// Row by row x and, from block blocks_x on, W. `group` neighbouring threads, one to eight whole warps, own a row. They
-// read it to their registers, find its largest value, and split it from there. If it has more than 8192 values, they
-// read it twice.
+// Splits x row by row and, from block blocks_x on, W. `group` neighbouring threads, one to eight whole warps, own a
+// row. They read it to their registers, find its largest value, and split it from there. If it has more than 8192
+// values, they read it twice.
 // Three blocks a multiprocessor: a thread may have 80 registers, and uses 79.
 template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
@@ -339,7 +346,7 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
-    // No finite value but 0: the row's sums are 0 or not finite.
+    // No finite value but 0: the row's sums are 0 or not finite, and none is computed again.
     if (largest == 0) result.doubt = -INFINITY;
     operand.scales[row] = result;
 }
@@ -411,7 +418,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int lines) {
     Ring<Scheme::kStages> ring;
-    // A box: a line of 128 rows. make_map tells the order of the coordinates.
+    // A box is one line of 128 rows. See make_map for the order of the coordinates.
     const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {
         uint64_t* bar = &shared.full[ring.place];
         if (mn_major) tensor_load(to, map, 0, line * Scheme::kLineK, row / 32 * Scheme::kPieces, bar);
@@ -435,7 +442,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 // K-major: in device memory the values of K of a row are neighbours, as in x and W of the forward. TMA writes the line
 // of a row as 128 bytes, and row after row, with the 128-byte swizzle: chunk c of 16 bytes goes to place c ^ row % 8.
 //
-//     row 0    | hi of k 0-31, 64 bytes | lo of k 0-31 |          from hi to lo 64 bytes; 16 of K on 32 bytes
+//     row 0    | hi of k 0-31, 64 bytes | lo of k 0-31 |          hi to lo: 64 bytes; 16 of K: 32 bytes
 //     row 1    | hi of k 0-31           | lo of k 0-31 |          eight rows, 1024 bytes, are an atom of the swizzle
 //     ...
 //
@@ -445,7 +452,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 // would share an atom, and no descriptor could name one of them alone.)
 //
 //     in device memory, for each k:    | hi of rows 0-31 | lo of rows 0-31 | hi of rows 32-63 | lo of rows 32-63 | ...
-//     in a stage:   byte     0    hi of rows 0-31     k 0 | k 1 | ... | k 31      64 bytes each; 16 of K on 1024 bytes
+//     in a stage:   byte     0    hi of rows 0-31     k 0 | k 1 | ... | k 31      64 bytes each; 16 of K: 1024 bytes
 //                   byte  2048    lo of rows 0-31     k 0 | k 1 | ... | k 31      eight k, 512 bytes, are an atom
 //                   byte  4096    hi of rows 32-63    ...
 //
@@ -463,8 +470,9 @@ template <bool MN_MAJOR> __device__ __forceinline__ uint64_t tile_descriptor(con
     const uint64_t address = (shared_address(tile) & 0x3ffff) / 16;
     return address | kLeading << 16 | kStride << 32 | kSwizzle << 62;
 }
-template <bool MN_MAJOR> constexpr int kStepOfK = (MN_MAJOR ? 1024 : 32) / 16;  // of a descriptor, 16 of K on
-template <bool MN_MAJOR> constexpr int kStepToLow = (MN_MAJOR ? 2048 : 64) / 16;  // from hi to lo
+// Added to a descriptor, they lead to the next 16 of K, and from hi to lo.
+template <bool MN_MAJOR> constexpr int kStepOfK = (MN_MAJOR ? 1024 : 32) / 16;
+template <bool MN_MAJOR> constexpr int kStepToLow = (MN_MAJOR ? 2048 : 64) / 16;
 // The products of a line of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
 template <bool A, bool B>
 __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
@@ -480,8 +488,8 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
     wgmma<A, B>(d, a + kStepOfK<A>, b + kStepOfK<B>, 1);
 }
 // A warp has 16 x 64 sums of a slot, a quarter of it. They are eight octets of columns, and octet j begins with column
-// 8 j. wgmma leaves in lane 4 q + t, of each octet, its columns 2 t and 2 t + 1 of rows q and q + 8. The lane stores
-// these four sums as one pack, number 4 q + t of the octet, which has 32:
+// 8 j. Of each octet, wgmma leaves columns 2 t and 2 t + 1 of rows q and q + 8 in lane 4 q + t. The lane stores these
+// four sums as one pack, number 4 q + t of the octet, which has 32:
 //
 //     columns 8 j +      0, 1     2, 3     4, 5     6, 7
 //     rows 0 and 8       pack 0   pack 1   pack 2   pack 3
@@ -557,12 +565,12 @@ __device__ __forceinline__ void keep_below_wait(float (&v)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
 }
-// Three products, by a warpgroup: the sums of 64 rows of a tile. `recent` holds those over the last two lines, 64 of K.
+// Three products, by a warpgroup: the sums of 64 rows of a tile. `recent`: the accumulators, for two lines, 64 of K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
     MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& ring, int lines, uint64_t a, uint64_t b,
     float (&sum)[64], float (&recent)[64]) {
     constexpr int kStages = ThreeProducts::kStages;
-    constexpr int kStageStep = sizeof(shared.stages[0]) / 16;  // of a descriptor
+    constexpr int kStageStep = sizeof(shared.stages[0]) / 16;  // added to a descriptor
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] = 0;
 #pragma unroll 1
@@ -590,8 +598,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
         }
     }
 }
-// One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper and 64 lower ones. The tensor cores alone add
-// them up, as in cuBLAS. What they truncate is small beside what rounding the operands to 11 bits loses.
+// One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper rows and 64 lower rows. The tensor cores alone
+// add them up, as in cuBLAS. What they truncate is small beside what rounding the operands to 11 bits loses.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& ring, int lines, uint64_t a, uint64_t b,
     float (&upper)[64], float (&lower)[64]) {
@@ -651,7 +659,7 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
         for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot.advance()) {
-            const int consumer = s % 2, right = s / 2 % 2, block = s / 4;  // what the slot holds: see the top
+            const int consumer = s % 2, right = s / 2 % 2, block = s / 4;  // what the slot holds: see the table
             const int row = corner.row + consumer * (Scheme::kTileRows / 2) + block * 64 + warp * 16;  // of this warp
             const int column = corner.column + right * 64;
             const Corner thread_corner = {row + lane / 8, column + lane % 8 * kStep};
@@ -698,7 +706,7 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
 #endif
 }
-// Stores a thread's 4 x 8 values of a slot (see load_sums). n is a multiple of 16 bytes.
+// Stores a thread's 4 x 8 values of a slot (see load_sums). n values take a multiple of 16 bytes.
 template <typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
     constexpr int V = kNeighbours<T>;
@@ -755,7 +763,7 @@ template <typename T> struct LinearProduct {
         }
     }
     __device__ __forceinline__ void unscale_floats(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        unsigned doubtful = 0;  // bit 8 r + i: the sum v[r][i] is
+        unsigned doubtful = 0;  // bit 8 r + i is set if the sum v[r][i] is doubtful
         float least = INFINITY, row_doubt = -INFINITY, column_doubt = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -763,7 +771,7 @@ template <typename T> struct LinearProduct {
             row_doubt = fmaxf(row_doubt, scales.rows[i / 8].doubt);
             column_doubt = fmaxf(column_doubt, scales.columns[i % 8].doubt);
         }
-        if (least < row_doubt + column_doubt) {  // seldom; so the test of each sum is left out
+        if (least < row_doubt + column_doubt) {  // seldom: one test is cheaper than one for each sum
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
                 const float doubt = scales.rows[i / 8].doubt + scales.columns[i % 8].doubt;
@@ -811,7 +819,7 @@ static int sm_count() {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
     return count;
 }
-// Splits rows of x and of W, of the same length. W may have no rows.
+// Splits the rows of x and of W, which have the same length. W may have no rows.
 template <class Scheme> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;  // threads for a row
     while (group < kSplitThreads && group * kSplitQuads * 4 < padded_k<Scheme>(x.k)) group *= 2;
@@ -886,7 +894,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static
     kernel<<<blocks, kMultiplyThreads, kShared, stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
-// All launches of h = x W^T + b: of float32 the split of x and W, then the product with its epilogue.
+// All launches of h = x W^T + b: for float32 the split of x and W, then the product with its epilogue.
 template <class Scheme, class Epilogue>
 static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
@@ -930,22 +938,23 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // column j, is divided by 2^b_j and x's scale.
 //
 // Why 12: hi and lo err by 2^-23 of a scaled value down to 2^-2 (see Range), and the largest is 2^14 or more: full
-// precision spans 16 powers of two. Of a row of W whose largest value is 2^-12 of W's largest, it spans 4. A smaller
-// row is multiplied by up to 2^12 more, and G's column divided by as much, so that there, too, full precision spans 4.
-// So W's values down to 2^-28 of the largest are multiplied as exactly as the largest. With a feature whose weights are
-// 10^6 times as large as the others', dX had 2.1 times eager's error without the b_j, and 0.4 times with them. Errors
-// are small beside the norm of a row of dX, and beside the norm of all of dW.
+// precision spans 16 powers of two. In a row of W whose largest value is 2^-12 of W's largest, it spans 4. A smaller
+// row is multiplied by up to 2^12 more, so that in a row of 2^-24 it spans 4, too. G's column is divided by as much,
+// and there it spans 16 - 12 = 4. So W's values down to 2^-28 of the largest are multiplied as exactly as the largest.
+// With a feature whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the b_j,
+// and 0.4 times with them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all
+// of dW.
 constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
     const RowScale* forward;  // the forward's: of W's n rows, then of x's m rows
     int *columns, *rows;  // b_j and a_i
-    // Two words of note_exponent: for the exponents of W's rows; for a_i + the exponent of x's row i, where G's row is
-    // not 0.
+    // Two words of note_exponent. smallest_w: for the exponents of W's rows. smallest_x: for a_i + the exponent of x's
+    // row i, where G's row is not 0.
     int *smallest_w, *smallest_x;
 };
-// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G. (64th:
-// with 256 threads a block, 8192 columns make 2048 blocks.)
+// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
+// (gridDim.y is 64. So with 256 threads a block, 8192 columns make 2048 blocks, enough for all multiprocessors.)
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
@@ -986,7 +995,7 @@ struct StoreGradient {
     }
 };
 
-// dX or, of_weight, dW. G is split already. Splits the other factor, W or x, to `pieces`, then multiplies.
+// Makes dX or, if of_weight, dW. G is split already. Splits the other factor, W or x, to `pieces`, then multiplies.
 template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const float* other, __half* pieces,
     float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& grad, cudaStream_t stream) {
     const int64_t length = of_weight ? m : n;
@@ -1032,8 +1041,8 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
     }
 }
 // Scales, splits and stores a row of G, which the block holds in registers: kThreadColumns neighbouring columns a
-// thread, and zeros beyond n. A block has 256 threads or, for more than 4096 columns, 512. Between two calls the block
-// meets at a __syncthreads(), or the two are given different warp_values.
+// thread, and zeros beyond n. A block has 256 threads or, for more than 4096 columns, 512. Two calls, one after the
+// other, need different warp_values or a __syncthreads() between them.
 static int split_gradient_threads(int64_t n) { return n <= 256 * kThreadColumns ? 256 : 512; }
 template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradient_row(
     float (&v)[kThreadColumns], int row, int n, const SplitGradient& to, float* warp_values) {
@@ -1062,19 +1071,20 @@ template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradi
     if (j < n) note_exponent(to.smallest_w, to.forward[j].exponent());
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    // The exponents of G's row and of x's row. A row of zeros is to decide nothing.
+    // Notes the exponents of G's row and of x's row, added up. Where G's row is 0 it notes the largest possible, which
+    // does not lower the smallest.
     note_exponent(to.smallest_x, largest > 0 ? exponent + to.forward[n + row].exponent() : kLargestExponent);
 }
-// Blocks of group_gradients where it splits G. Each writes its sums to partials[block][4][n]. A multiprocessor runs 512
-// threads of it, as each takes up to 128 of the 65536 registers.
+// How many blocks group_gradients has where it splits G. Each writes its sums to partials[block][4][n]. A
+// multiprocessor runs 512 threads of it, as each takes up to 128 of the 65536 registers.
 extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
     const int64_t most = sm_count() * 512 / split_gradient_threads(n);
     return m < most ? m : most;
 }
 // The activation stands in six places. To use another, change them all:
 //     activation            the forward of float32, and the backward of all types
-//     forward_activation    the forward of 16-bit types
-//     activation_slope      the derivative
+//     forward_activation    the forward of 16-bit types; it may simply return activation(h)
+//     activation_slope      the derivative of activation, for the backward
 //     differentiate_plainly in C++, for derivatives of derivatives
 //     _finish_plainly       in Python, the plain path
 //     ModelNew.forward      in Python, the lines for torch.jit.script
@@ -1089,11 +1099,11 @@ __device__ __forceinline__ float sigmoid(float h) {
     return s;
 }
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
-// Of 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
-// s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, as measured for all floats on
-// an H100 (PTX guarantees 2^-12). Where s is 2^-11 or more, which is from h = -7.6 on, that is less than eager may lose
-// by rounding s to bfloat16 or float16. Below, s may be less exact than eager's, by up to 2^-19.7, and v by |h| times
-// that.
+// For 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
+// s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, and by less where s is small,
+// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Where s is 2^-11 or more (h from -7.6 on),
+// it is off by less than eager may lose by rounding s to bfloat16 or float16. For lower h, s may be less exact than
+// eager's: it is off by up to 2^-19.7, and v by |h| times that.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
@@ -1107,7 +1117,7 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
 // Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v. The
-// normalised values are then v * scale + shift, where shift makes up for the rounding of the mean. (Of 16-bit types
+// normalised values are then v * scale + shift, where shift makes up for the rounding of the mean. (For 16-bit types
 // shift is 0, which saves 2% of the forward: eager rounds v to 8 or 11 bits, beside which a float32 mean is exact.)
 template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
@@ -1134,7 +1144,7 @@ template <typename T, int COUNT> __device__ __forceinline__ void center_group(
 // lane has eight columns of four rows (see load_sums). Its vectors are loaded before it waits for the sums.
 template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
     T* h;  // null if it is not wanted
-    const T *extra_bias, *gamma, *beta;
+    const T *extra_bias, *gamma, *beta;  // extra_bias is the Model's `bias`; LinearProduct's bias is the linear layer's
     float eps;
     struct Scales : LinearProduct<T>::Scales { alignas(16) float plus[8], gamma[8], beta[8]; };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
@@ -1173,7 +1183,7 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
         : "memory");
 }
 // A thread adds up its columns over kTurns rows in registers. Then this function adds these sums to `total`, a row of
-// partials in device memory, and sets them to 0: sums of few terms are rounded less. (Of 16-bit types a thread adds up
+// partials in device memory, and sets them to 0: sums of few terms are rounded less. (For 16-bit types a thread adds up
 // all its rows: the gradients are rounded to 8 or 11 bits in the end.)
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, int turn) {
@@ -1191,7 +1201,7 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
 //
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s))
 //
-// The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad * z and grad.
+// The gradients of the linear bias, extra_bias, gamma and beta are sums over rows: of G, G_v, grad * z and grad.
 // The backward's launches are
 //
 //     float32        group_gradients    stores G as pieces to `to`, and each block's part of the four sums to partials
@@ -1245,7 +1255,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
         float z[kThreadColumns];  // first h, then v, then v - mean, then z
         float g[kThreadColumns];  // first grad, then d, then G
         float slope[kThreadColumns];
-        float vector[kThreadColumns];  // first the other bias, then gamma
+        float vector[kThreadColumns];  // first extra_bias, then gamma
         if (columns > 0) mbarrier_wait(&full[warp][stage], turn / kRowsAhead & 1);
         load_columns(ahead[stage].h + lane * kThreadColumns, z);
         load_columns(extra_bias + column, vector);
@@ -1355,7 +1365,7 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
     }
     return cudaGetLastError();
 }
-// Launches group_gradients and, of float32, scale_columns. m is at least 1 and n at most 8192. dtype is as that of
+// Launches group_gradients and, for float32, scale_columns. m is at least 1 and n at most 8192. dtype is as that of
 // linear_swish_group_norm.
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole, cudaStream_t stream) {
@@ -1390,7 +1400,7 @@ namespace {
 constexpr int64_t kGroup = 64;  // features of a group, as in the kernels
 using Tensors = std::vector<at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`,
-// h = x weight^T + linear_bias and scales (as in LinearProduct; of 16-bit types without elements).
+// h = x weight^T + linear_bias and scales (as in LinearProduct; without elements for 16-bit types).
 Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool,
     bool recorded) {
@@ -1450,7 +1460,7 @@ void check_product(const at::Tensor& x, const at::Tensor& weight) {
     }
 }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-// Of float32: dX to results[0] and dW to results[1], where wanted. split_gradient(to) finds G and stores it as pieces.
+// For float32: makes dX, results[0], and dW, results[1], if wanted. split_gradient(to) finds G and stores its pieces.
 // The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
 void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
     bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
@@ -1520,7 +1530,7 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n % kGroup == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
-    const bool split = scales.numel() > 0;  // float32. Of 16-bit types G is not split, but stored in g
+    const bool split = scales.numel() > 0;  // float32. For 16-bit types G is stored whole, in g
     const at::Tensor g = split ? at::Tensor() : at::empty_like(h, at::MemoryFormat::Contiguous);
     // Stores G to `to`, or to g, and the gradients of the four vectors to results.
     const auto find_g = [&](const GradientPointers* to) {
@@ -1594,8 +1604,8 @@ struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
         found.resize(9);  // none for groups, eps and tf32
         return found;
     }
-    // By the derivatives of the Model's lines, taken by views of the tensors. For one of these may have been computed
-    // from another, and the gradient of that other must omit what goes through the first: autograd adds it later.
+    // By the derivatives of the Model's lines with respect to views of the tensors. For if tensor a was computed from
+    // tensor b, the gradient of b must omit what goes through a: autograd adds that later.
     static Tensors differentiate_plainly(
         const at::Tensor& grad, Tensors t, int64_t groups, double eps, const std::array<bool, 6>& needs) {
         Tensors wanted, found(6);
@@ -1726,7 +1736,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor:
     return parameters[name] if name in parameters else getattr(module, name)
 
 
-_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
+_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.export with strict=False
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -1797,7 +1807,7 @@ def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Te
 
 
 def _fits(tensors: tuple, groups: int) -> bool:
-    """Whether the operator may stand for the Model's lines. `tensors` are the operator's."""
+    """Whether the operator may stand for the Model's lines. `tensors`: x, weight and the four vectors."""
     if not _are_plain(*tensors):
         return False
     x, weight, *vectors = tensors
