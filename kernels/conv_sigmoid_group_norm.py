@@ -52,6 +52,7 @@ CUDA_SOURCE = r"""
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -137,6 +138,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   columns of each row   0 1    2 3    4 5    6 7    8 9    ...   30 31
 //   channels 0 and 8      lane 0     1      2      3      0  ...       3
 //   channels 1 and 9      lane 4     5      6      7      4  ...       7
+//
+// Where a comment says how much of the time something else takes, that was measured in turns with this, on an H200, in
+// float32, at the benchmark shapes.
 
 constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
     return capability == 80 || capability == 90 || capability == 100 || capability == 103;
@@ -154,7 +158,6 @@ constexpr int kValues = 64;                      // values of h per thread
 constexpr int kChannels = kTensor ? 2 : 4;       // output channels per thread
 constexpr int kChannelStep = kTensor ? 8 : 1;    // from one of a thread's channels to the next
 constexpr int kWarpChannels = kTensor ? 16 : 4;  // output channels per warp
-constexpr int kBlockLog2 = kTensor ? 7 : 5;      // 2^kBlockLog2 = kWarps * kWarpChannels
 constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
 constexpr int kRows = 4;                         // pixel rows per thread
 constexpr int kWarpRows = kTensor ? 4 : 16;      // pixel rows per warp
@@ -179,7 +182,7 @@ enum Direction { kForward, kBackward, kInputGradient };
 // with the wait in between.
 enum Mode { kWait, kSums, kFinish };
 
-struct Statistics { float mean, rest, rstd; };  // of a sample's group; the mean, to about 48 bits, is mean + rest
+struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group; the mean, to about 48 bits, is mean + mean_lo
 
 struct Arguments {
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
@@ -223,12 +226,12 @@ struct Tile {
 };
 
 // What the output needs of a channel. Forward: out = (v - mean) factor + offset. Backward: dv = rstd (factor g
-// - (v - mean) pull - offset).
+// - (v - mean) slope - offset).
 //
-//                factor        offset                                      pull
-//   forward      gamma rstd    beta - rest factor                          unused, as rstd is
-//   backward     gamma         (mean of gamma g) - rest pull               (mean of gamma g (v - mean) rstd) rstd
-struct Epilogue { float mean, factor, offset, pull, rstd; };
+//                factor        offset                                      slope
+//   forward      gamma rstd    beta - mean_lo factor                       unused, as rstd is
+//   backward     gamma         (mean of gamma g) - mean_lo slope           (mean of gamma g (v - mean) rstd) rstd
+struct Epilogue { float mean, factor, offset, slope, rstd; };
 
 struct Shared {
     double sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
@@ -239,9 +242,9 @@ struct Shared {
     int offsets[kMostTaps + 1];  // see `multiply`
     float largest[kWarps];  // of a warp's values, in largest_of_block
     float weight_units[kMostSets];  // of each stage's weights; for units see `multiply`
-    float largest_unit;  // backward: the largest unit of the tile's stages, for `mend`
+    float largest_unit;  // backward: the largest unit of the tile's stages, for `recompute_in_float`
     float x_unit;  // backward: of the tile's x
-    unsigned flags[kWarps];  // backward: of the values of x that each warp received, see `flags_of`
+    float channel_largest[kWarps][kStage];  // backward: the largest |x| of each channel that the warp received
     Tile tiles[2];  // the one in work and the next
 };
 
@@ -252,16 +255,17 @@ __device__ __forceinline__ unsigned read_thread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
+// Some warps have the same channels, each with other rows: 2^this warps, which is kWarps kWarpChannels / p.outs.
+__device__ __forceinline__ int sharing_warps_log2(const Arguments& p) { return (kTensor ? 7 : 5) - p.outs_log2; }
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
 struct Fragment {
     int channel, row, column;
     __device__ __forceinline__ explicit Fragment(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int warps_log2 = kBlockLog2 - p.outs_log2;  // of the number of warps that have the same channels
+        const int sharing_log2 = sharing_warps_log2(p), index = warp & ((1 << sharing_log2) - 1);  // among these warps
         const int lanes = kColumns / 2 / kPairs;  // lanes side by side in a row
-        channel = (warp >> warps_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
-        const int others = warp & ((1 << warps_log2) - 1);  // this warp's index among them
-        row = others * kWarpRows + (kTensor ? 0 : lane / lanes * kRows);
+        channel = (warp >> sharing_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
+        row = index * kWarpRows + (kTensor ? 0 : lane / lanes * kRows);
         column = lane % lanes * 2;
     }
 };
@@ -302,8 +306,8 @@ __device__ __forceinline__ void load_packs(
 #pragma unroll
     for (int i = 0; i < kChunk; i += PACK) {
         Pack<T, PACK> pack = {};
-        const T* const own = from + at.offset(begin + i, at.columns);
-        if (valid >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(own);
+        const T* const pixel = from + at.offset(begin + i, at.columns);
+        if (valid >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(pixel);
 #pragma unroll
         for (int k = 0; k < PACK; ++k) to[i + k] = to_float(pack.values[k]);
     }
@@ -316,8 +320,8 @@ __device__ __forceinline__ void store_packs(
         Pack<T, PACK> pack;
 #pragma unroll
         for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
-        T* const own = to + at.offset(begin + i, at.columns);
-        if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(own) = pack;
+        T* const pixel = to + at.offset(begin + i, at.columns);
+        if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
 }
 // Loads or stores kChunk pixels, from `begin` on, of the thread's channel o; by pairs if rows begin at even indices.
@@ -374,7 +378,7 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
 // thread does something else; but 16-bit values of images with an odd width are loaded and stored at once. With tensor
 // cores each call of the lambda copies a pack of all kStage channels.
 template <typename T, int PACK>
-__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* to) {
+__device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
     const int64_t plane = int64_t(p.height) * p.width;
     const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first) * plane;
@@ -395,14 +399,21 @@ __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int
     __pipeline_commit();
 }
 // Tensor cores multiply a 16-bit number as it is, and a float32 number as two pieces, see `multiply`.
-template <typename T> struct Multiplied { using Piece = T; };
-template <> struct Multiplied<float> { using Piece = __half; };
+template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a block: the largest of the threads' values, none of which is negative. Contains one __syncthreads; before a
-// second call another is needed, because both write shared.largest.
+// By a warp, on tensor cores: the largest of the lanes' values, none of which is negative. Then their bits, as whole
+// numbers, are in the values' order.
+__device__ __forceinline__ float largest_of_warp(float value) {
+#if __CUDA_ARCH__ >= 800
+    value = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(value)));
+#endif
+    return value;
+}
+// The same by a block. Contains one __syncthreads; before a second call another is needed, because both write
+// shared.largest.
 __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
-    for (int distance = 16; distance > 0; distance /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
+    value = largest_of_warp(value);
     if (read_thread() % 32 == 0) shared.largest[read_thread() / 32] = value;
     __syncthreads();
     for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared.largest[warp]);
@@ -432,31 +443,16 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
     lo = reinterpret_cast<const uint32_t&>(low);
 }
 
-// For W's gradient: which channels of x need care. Let m be the largest |x| of the channel among the values that a
-// thread received. The thread sets one flag, shifted by the channel's number, or none if m is 0. The flags are or-ed.
-// - kFaint: m is so small beside the tile's largest |x| that its pieces, see `multiply`, have lost digits.
-// - kClear: m is finite and larger. One such thread is enough: beside its values, the other threads' errors are small.
-// - kNotFinite: m is infinite. In float32's pieces it would make all channels NaN. In any type it would also make those
-//   taps NaN that multiply m only by zeros, the dh of pixels outside the output. (A NaN needs no flag: it makes h NaN
-//   in all output channels, so the sample's statistics, its dh, and W's gradient are NaN, as they should be.)
-constexpr unsigned kFaint = 1, kClear = kFaint << kStage, kNotFinite = kClear << kStage;
-template <typename T> __device__ __forceinline__ unsigned flags_of(float largest, float scale) {
-    constexpr float kLeast = 1.0f / 8;  // of the scaled x; the largest of the tile is 2^16 to 2^17 times as large
-    const unsigned pieces = kPieces<T> == 2 && largest * scale < kLeast ? kFaint : kClear;
-    return largest == 0 ? 0 : largest < INFINITY ? pieces : kNotFinite;
-}
-
 // Waits for this thread's cp.async copies, converts them (16 bits to float; for tensor cores float32 to two pieces),
 // and stores them to x. Returns the factor by which a stored value must be multiplied. In the backward, on tensor
-// cores, it also writes what W's gradient needs: shared.flags and x_unit. Contains a __syncthreads if T is float on
-// tensor cores.
+// cores, it also writes what W's gradient needs: shared.channel_largest and x_unit. Contains a __syncthreads if T is
+// float on tensor cores.
 template <typename T, int PACK, Direction DIRECTION>
-__device__ __forceinline__ float receive_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
+__device__ __forceinline__ float receive_packs(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first), image = p.lines * kPitch;
     float unit = 1;
     if constexpr (kTensor) {
-        using Piece = typename Multiplied<T>::Piece;
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * image + pixel) : Pack<T, PACK>();
         };
@@ -468,8 +464,8 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
                     const Pack<T, PACK> pack = load(c, line * kPitch + column);
 #pragma unroll
                     for (int i = 0; i < PACK; ++i) {
-                        float& own = largest[DIRECTION == kBackward ? c : 0];
-                        own = fmaxf(own, fabsf(to_float(pack.values[i])));
+                        float& so_far = largest[DIRECTION == kBackward ? c : 0];
+                        so_far = fmaxf(so_far, fabsf(to_float(pack.values[i])));
                     }
                 }
             });
@@ -482,16 +478,16 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
             unit = inverse_of_power(scale);
         }
         if constexpr (DIRECTION == kBackward) {
-            unsigned flags = 0;
 #pragma unroll
-            for (int c = 0; c < kStage; ++c) flags |= flags_of<T>(largest[c], scale) << c;
-            for (int distance = 16; distance > 0; distance /= 2) flags |= __shfl_xor_sync(~0u, flags, distance);
-            if (read_thread() % 32 == 0) shared.flags[read_thread() / 32] = flags;
+            for (int c = 0; c < kStage; ++c) {
+                const float of_warp = largest_of_warp(largest[c]);
+                if (read_thread() % 32 == 0) shared.channel_largest[read_thread() / 32][c] = of_warp;
+            }
             if (threadIdx.x == 0) shared.x_unit = unit;
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
-            Pack<Piece, kStage> pieces[kPieces<T>][PACK];  // of a pixel's channels
+            Pack<Piece<T>, kStage> pieces[kPieces<T>][PACK];  // of a pixel's channels
 #pragma unroll
             for (int c = 0; c < kStage; ++c) {
                 const Pack<T, PACK> pack = load(c, pixel);
@@ -503,8 +499,8 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
             }
 #pragma unroll
             for (int i = 0; i < kPieces<T> * PACK; ++i) {
-                const int piece = i / PACK, own = i % PACK;
-                reinterpret_cast<Pack<Piece, kStage>*>(x)[piece * image + pixel + own] = pieces[piece][own];
+                const int piece = i / PACK, k = i % PACK;
+                reinterpret_cast<Pack<Piece<T>, kStage>*>(x)[piece * image + pixel + k] = pieces[piece][k];
             }
         });
     } else if constexpr (sizeof(T) == 2) {
@@ -516,16 +512,16 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
     }
     return unit;
 }
-// start_x calls copy_x, and finish_x receive_x: by pairs of columns if rows begin at even indices.
+// The two by pairs of columns if rows begin at even indices.
 template <typename T>
-__device__ __forceinline__ void start_x(const Arguments& p, const Tile& tile, int first, T* raw) {
-    if (p.width % 2 == 0) copy_x<T, 2>(p, tile, first, raw);
-    else copy_x<T, 1>(p, tile, first, raw);
+__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* raw) {
+    if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first, raw);
+    else copy_packs<T, 1>(p, tile, first, raw);
 }
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ float finish_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
-    return p.width % 2 == 0 ? receive_x<T, 2, DIRECTION>(p, first, raw, x, shared)
-                            : receive_x<T, 1, DIRECTION>(p, first, raw, x, shared);
+__device__ __forceinline__ float receive_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
+    return p.width % 2 == 0 ? receive_packs<T, 2, DIRECTION>(p, first, raw, x, shared)
+                            : receive_packs<T, 1, DIRECTION>(p, first, raw, x, shared);
 }
 
 // The weight of output channel o, input channel `in` and a tap; for the gradient of x the kernel is rotated by 180
@@ -545,7 +541,6 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
     const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first);
     float unit = 1;
     if constexpr (kTensor) {
-        using Piece = typename Multiplied<T>::Piece;
         const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
         // Pair i is one 32-bit register of mma's operand A, of two weights, k = 0 and 1. A step has 128 such registers:
         // 4 in each of 32 lanes. The layout is described at `multiply`.
@@ -563,15 +558,15 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
             unit = inverse_of_power(scale);
         }
         for (int i = int(read_thread()); i < pairs; i += kThreads) {
-            const int own = i / 128 * 128 * kPieces<T> + i % 128;
-            Pack<Piece, 2> pieces[kPieces<T>];
+            const int at = i / 128 * 128 * kPieces<T> + i % 128;
+            Pack<Piece<T>, 2> pieces[kPieces<T>];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 if constexpr (kPieces<T> == 1) pieces[0].values[k] = from_float<T>(load(i, k));
                 else split(load(i, k) * scale, pieces[0].values[k], pieces[1].values[k]);
             }
 #pragma unroll
-            for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece, 2>*>(to)[own + n * 128] = pieces[n];
+            for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece<T>, 2>*>(to)[at + n * 128] = pieces[n];
         }
     } else {
         for (int i = int(read_thread()); i < channels * taps * p.outs; i += kThreads) {
@@ -630,42 +625,34 @@ __device__ __forceinline__ void accumulate(
 }
 
 // By a warp: loads four 8 x 8 matrices of 16-bit numbers from shared memory. Lane 8 i + j passes the address of row j
-// of matrix i. Each lane receives two adjacent elements of each matrix: row lane / 4, columns 2 (lane % 4) and the next
-// one.
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-        : "r"(from)
-        : "memory");
-#endif
+// of matrix i. Each lane receives two adjacent elements of each matrix, or, if TRANSPOSED, of its transpose: row
+// lane / 4, columns 2 (lane % 4) and the next one.
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+    if constexpr (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(from)
+            : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(from)
+            : "memory");
+    }
 }
-// The same, but each lane receives elements of the transposed matrices: rows 2 (lane % 4) and the next one, column
-// lane / 4.
-__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-        : "r"(from)
-        : "memory");
-#endif
-}
-// d += a b, for 16 channels and 8 pixels: 16 products are added to each element of d.
-__device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1, __half) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-#endif
-}
-__device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1, __nv_bfloat16) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-#endif
+// d += a b, for 16 channels and 8 pixels: 16 products are added to each element of d. T is the type that is convolved.
+template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    } else {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    }
 }
 // By a warp, on tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. In each
 // step (two taps of kStage channels, mma's k = 16) a lane loads the weights of 16 output channels from shared memory,
@@ -685,7 +672,7 @@ __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_
 // 2^-22 of it, and the roundings of the two lo are at most 2^-23 each. These errors are like float32's own roundings of
 // a sum. But lo is a multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a factor below 2^-2.
 // The product is then wrong by up to 2^14 2^-25 = 2^-11 of a unit: over the 72 products of a stage (8 channels, 9 taps)
-// by at most 0.04 units, and 0.001 as a rule. `mend` recomputes the tiles where this might be seen in z.
+// by at most 0.04 units, and 0.001 as a rule. `recompute_in_float` recomputes the tiles where this might be seen in z.
 //
 //     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
 //     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
@@ -696,7 +683,6 @@ __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_
 template <typename T>
 __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const uint4* weights, const int* offsets,
     float unit, float (&sum)[kChannels][kPixels]) {
-    constexpr typename Multiplied<T>::Piece kPiece{};
     constexpr int kCount = kPieces<T>;
     const int steps = (p.kernel * p.kernel + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
@@ -717,7 +703,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 #pragma unroll
             for (int t = 0; t < kTiles; t += 3 - kCount) {  // an ldmatrix loads 8 pixels of two pieces, or 16 of one
                 uint32_t four[4];
-                load_matrices(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
+                load_matrices<false>(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) b[t + i / (2 * kCount)][i % (2 * kCount)] = four[i];
             }
@@ -728,18 +714,18 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
             }
             if (kCount == 2) {
 #pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma(part[t], lo, b[t][0], b[t][1], kPiece);
+                for (int t = 0; t < kTiles; ++t) mma<T>(part[t], lo, b[t][0], b[t][1]);
 #pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][2 * kCount - 2], b[t][2 * kCount - 1], kPiece);
+                for (int t = 0; t < kTiles; ++t) mma<T>(part[t], hi, b[t][2 * kCount - 2], b[t][2 * kCount - 1]);
             }
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][0], b[t][1], kPiece);
+            for (int t = 0; t < kTiles; ++t) mma<T>(part[t], hi, b[t][0], b[t][1]);
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float& own = sum[i / 2][2 * (j + t) + i % 2];
-                    own = kCount == 2 ? fmaf(part[t][i], unit, own) : part[t][i];
+                    float& total = sum[i / 2][2 * (j + t) + i % 2];
+                    total = kCount == 2 ? fmaf(part[t][i], unit, total) : part[t][i];
                 }
             }
         }
@@ -748,30 +734,30 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
 // - one of them is not finite. With float32's pieces scale_for returns NaN for an infinite x or weight of a stage, so
 //   all values become NaN. With 16 bits an infinite x times the zero weight of a tap that does not exist is NaN. An
-//   infinite weight times a zero around the image is NaN, too. `mend` multiplies nothing outside the image.
-// - `unit` is large, for float32 on tensor cores. At kMostUnit the absolute error described at `multiply` makes z = h
+//   infinite weight times a zero around the image is NaN, too. This function multiplies nothing outside the image.
+// - `unit` is large, for float32 on tensor cores. At kUnitLimit the absolute error described at `multiply` makes z = h
 //   scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27 as a rule, which is less than float32's own
 //   rounding of a z of 1. `unit` exceeds it only if x and weights are so large that, as a rule, a sigmoid is saturated.
 //   The gradient of x is not checked: its absolute error is at most 2^-30 of the tile's largest dh times the largest
 //   weight, for each stage of 8 channels.
-constexpr float kMostUnit = 1.0f / (1 << 17);
+constexpr float kUnitLimit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ void mend(
+__device__ __forceinline__ void recompute_in_float(
     const Arguments& p, const Tile& tile, const Shared& shared, float unit, float (&h)[kChannels][kPixels]) {
     constexpr bool padded = DIRECTION == kInputGradient;
     const Fragment fragment(p);
     float zeros[4] = {};  // four independent sums: one alone takes four times as long
 #pragma unroll
     for (int i = 0; i < kValues; ++i) zeros[i % 4] = fmaf(h[i / kPixels][i % kPixels], 0.0f, zeros[i % 4]);
-    bool right = zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0;
+    bool accurate = zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0;
     if constexpr (!padded && kPieces<T> == 2) {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
             const float scale = fmaxf(fabsf(shared.parameters[fragment.channel + o * kChannelStep].y), 1.0f);
-            right &= unit * scale <= kMostUnit;
+            accurate &= unit * scale <= kUnitLimit;
         }
     }
-    if (right) return;
+    if (accurate) return;
     const Pixels pixels(p, tile);
     const int taps = p.kernel * p.kernel;
 #pragma unroll
@@ -808,9 +794,9 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
     const Fragment fragment(p);
     if constexpr (kTensor) {
         const int steps = (p.kernel * p.kernel + 1) / 2 * kPieces<T>;
-        const uint4* const own = reinterpret_cast<const uint4*>(weights) + fragment.channel / 16 * steps * 32;
+        const uint4* const of_warp = reinterpret_cast<const uint4*>(weights) + fragment.channel / 16 * steps * 32;
         const uint32_t rows = uint32_t(__cvta_generic_to_shared(x)) + fragment.row * kPitch * 16;
-        multiply<T>(p, rows, own + read_thread() % 32, shared.offsets, unit, h);
+        multiply<T>(p, rows, of_warp + read_thread() % 32, shared.offsets, unit, h);
     } else {
         x += fragment.row * kPitch + fragment.column;
         weights += fragment.channel;
@@ -836,6 +822,7 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 
 // A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
 // The sums of g are EXACT: g's total is beta's gradient, which may be near zero, and has no other rounding error.
+// Where the sum is not finite, `lost` is NaN.
 struct Addend {
     float sum, lost;
     template <bool EXACT> __device__ __forceinline__ void add(float v) {
@@ -844,6 +831,7 @@ struct Addend {
         const float added = sum - before;
         if (EXACT) lost += (before - (sum - added)) + (v - added);
     }
+    __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + lost : sum; }
 };
 // Adds the sum that the lane at this distance gives.
 template <bool EXACT> __device__ __forceinline__ void add_of_lane(Addend& to, Addend given, int distance) {
@@ -873,14 +861,14 @@ template <bool EXACT> __device__ __forceinline__ Addend sum_of_lanes(Addend (&va
 // By a warp, each lane for one channel c: adds up the sums of the block's warps. Returns, in the forward, the sums of v
 // and v^2; in the backward those of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
-    const int warps = 1 << (kBlockLog2 - p.outs_log2), first = c / kWarpChannels * warps;  // that have the channel
-    const int own = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // of pixels in the image
+    const int warps = 1 << sharing_warps_log2(p), first = c / kWarpChannels * warps;  // that have the channel
+    const int of_warp = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // of pixels in the image
     double2 all = {};
     for (int warp = first; warp < first + warps; ++warp) {
         const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // of pixels in the image
         if (rows <= 0) break;
-        const double n = rows * columns, anchor = shared.anchors[warp][own];
-        const double sum = shared.sums[0][warp][own], square = shared.sums[1][warp][own];
+        const double n = rows * columns, anchor = shared.anchors[warp][of_warp];
+        const double sum = shared.sums[0][warp][of_warp], square = shared.sums[1][warp][of_warp];
         all.x += sum + n * anchor;
         all.y += square + anchor * (2 * sum + n * anchor);
     }
@@ -906,7 +894,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
             const int64_t group = int64_t(tile.sample) * p.groups + (tile.channel + lane) / p.group_channels;
             const Statistics of = p.statistics[group];
             const double gamma = shared.parameters[lane].z;
-            all.y = (all.y - of.rest * all.x) * of.rstd;  // of g times the normalised v
+            all.y = (all.y - of.mean_lo * all.x) * of.rstd;  // of g times the normalised v
             channel_sum(p, tile, 0, lane) = all.x;
             channel_sum(p, tile, 1, lane) = all.y;
             all = {gamma * all.x, gamma * all.y};
@@ -927,7 +915,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     if (p.mode != kWait) return;
     __syncwarp();
     unsigned* const done = p.done + int64_t(tile.sample) * kLine;
-    // A thread that acquires a count with this 1 in it can read the warp's writes. Two fences would be 1.2% slower.
+    // A thread that acquires a count with this 1 in it can read the warp's writes. Two fences take 1.012 of the time.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
 }
 
@@ -970,7 +958,7 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
         } else {
             const double variance = all.y * p.share - mean * mean;
             of.mean = float(mean);
-            of.rest = float(mean - of.mean);
+            of.mean_lo = float(mean - of.mean);
             of.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
             if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // several tiles write the same value
         }
@@ -978,12 +966,12 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
             const float4 parameters = shared.parameters[c - tile.channel];
             Epilogue& epilogue = shared.epilogue[c - tile.channel];
             if (BACKWARD) {
-                const double pull = all.y * p.share * of.rstd;
-                epilogue = {of.mean, parameters.z, float(mean - of.rest * pull), float(pull), of.rstd};
+                const double slope = all.y * p.share * of.rstd;
+                epilogue = {of.mean, parameters.z, float(mean - of.mean_lo * slope), float(slope), of.rstd};
             } else {
                 const float factor = parameters.z * of.rstd;
                 // An infinite gamma rstd gives NaN, as in ATen.
-                epilogue = {of.mean, factor, isfinite(factor) ? parameters.w - of.rest * factor : NAN};
+                epilogue = {of.mean, factor, isfinite(factor) ? parameters.w - of.mean_lo * factor : NAN};
             }
         }
     }
@@ -1002,7 +990,7 @@ __device__ __forceinline__ void keep_sums(
     // Which of the 2 kChannels sums this lane has. The anchors are written by lanes with a sum of the first half.
     const int which = kTensor ? lane % 4 : lane / 4;
     const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStep;
-    shared.sums[which / kChannels][warp][c] = double(sum.sum) + sum.lost;
+    shared.sums[which / kChannels][warp][c] = sum.total();
     float anchor = anchors[0];
 #pragma unroll
     for (int o = 1; o < kChannels; ++o) anchor = which == o ? anchors[o] : anchor;
@@ -1050,11 +1038,11 @@ template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* staging) {
     constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes per channel; channels written at once
-    const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, own = lane / kLanes;
+    const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, of_lane = lane / kLanes;
     const int row = tile.row + Fragment(p).row, column = tile.column + lane % kLanes * 2;
     const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first row to the image's last
-    const int channels = p.out_channels - tile.channel - first - own;
-    const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + own) * pixels.plane;
+    const int channels = p.out_channels - tile.channel - first - of_lane;
+    const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + of_lane) * pixels.plane;
     T* const to = static_cast<T*>(p.out) + of_channel + int64_t(row) * p.columns + column;
     const int64_t step = int64_t(kAtOnce) * pixels.plane;
     const bool even = p.columns % 2 == 0;
@@ -1074,7 +1062,8 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         float2 pairs[16 / kAtOnce];
 #pragma unroll
         for (int c = 0; c < 16; c += kAtOnce) {
-            pairs[c / kAtOnce] = *reinterpret_cast<const float2*>(staging + (c + own) * kOutPitch + lane % kLanes * 2);
+            pairs[c / kAtOnce] =
+                *reinterpret_cast<const float2*>(staging + (c + of_lane) * kOutPitch + lane % kLanes * 2);
         }
         if (r >= rows) continue;
         T* at = to + r * p.columns;
@@ -1112,7 +1101,7 @@ __device__ __forceinline__ void write_values(
 }
 
 // The backward; g is the gradient of out.
-// Brings the tile's g to L2 while the block convolves: otherwise the backward waits for it twice as long.
+// Brings the tile's g to L2 while the block convolves. Without that the backward takes 1.03 of the time.
 template <typename T> __device__ __forceinline__ void prefetch_gradients(const Arguments& p, const Tile& tile) {
     const int last = min(kColumns, p.columns - tile.column) - 1;
     for (int i = read_thread(); i < p.outs * p.tile_rows; i += kThreads) {
@@ -1122,16 +1111,6 @@ template <typename T> __device__ __forceinline__ void prefetch_gradients(const A
         const T* const from = static_cast<const T*>(p.grad) + line * p.columns + tile.column;
         asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
         asm volatile("prefetch.global.L2 [%0];" : : "l"(from + last));
-    }
-}
-// Sets h to 1 outside the image. g is 0 there, so that nothing is added to the sums; but an infinite weight or x would
-// make h NaN, and NaN times 0 is NaN. (It is not set to 0, because an infinite scale would make z NaN.)
-__device__ __forceinline__ void clear_outside(float (&h)[kChannels][kPixels], const Pixels& pixels) {
-    if (__all_sync(~0u, pixels.all_valid())) return;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-        float& value = h[i / kPixels][i % kPixels];
-        value = pixels.valid >> i % kPixels & 1 ? value : 1.0f;
     }
 }
 // By a warp: adds up g and g (v - mean) of its channels.
@@ -1156,6 +1135,12 @@ __device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& ti
     }
     keep_sums<true>(sums, {}, shared, warp);
 }
+// Calls use(dh), with a pointer to the backward's output, of its type: T or, under autocast, a type of 16 bits.
+template <typename T, typename F> __device__ __forceinline__ void with_dh(const Arguments& p, F use) {
+    if (sizeof(T) == 2 || p.dh_type == 0) use(static_cast<T*>(p.out));
+    else if (p.dh_type == 1) use(static_cast<__half*>(p.out));
+    else use(static_cast<__nv_bfloat16*>(p.out));
+}
 // By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale, to global memory and, in
 // registers, over h. Adds up dz / rstd and dz h / rstd: in the code `dv` and `dz` are without the factor rstd.
 template <typename T>
@@ -1172,16 +1157,14 @@ __device__ __forceinline__ void write_gradients(
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) {
             const float value = h[o][begin + k], z = value * scale;
-            const float dv = fmaf(n.factor, g[k], -fmaf(activation(z) - n.mean, n.pull, n.offset));
+            const float dv = fmaf(n.factor, g[k], -fmaf(activation(z) - n.mean, n.slope, n.offset));
             const float dz = pixels.valid >> (begin + k) & 1 ? dv * activation_gradient(z) : 0.0f;
             sums[o].sum += dz;
             sums[kChannels + o].sum = fmaf(dz, value, sums[kChannels + o].sum);
             g[k] = dz * n.rstd * scale;
             h[o][begin + k] = g[k];
         }
-        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels(static_cast<T*>(p.out), pixels, o, begin, g);
-        else if (p.dh_type == 1) store_pixels(static_cast<__half*>(p.out), pixels, o, begin, g);
-        else store_pixels(static_cast<__nv_bfloat16*>(p.out), pixels, o, begin, g);
+        with_dh<T>(p, [&](auto* to) { store_pixels(to, pixels, o, begin, g); });
         __syncwarp();
     }
     keep_sums<false>(sums, {}, shared, warp);
@@ -1209,9 +1192,11 @@ __device__ __forceinline__ void write_gradients(
 //
 //     |dh x| 2^-21   +   |x| 2^-38 (the warp's largest dh of channel o)   +   |dh| 2^-22 (the tile's largest x of c)
 //
-// because a small lo is wrong by up to 2^-25. Scaled, that dh is at least 2^13, that x at least 1/8 if c has kClear. If
-// it has kFaint alone, or x or (with pieces) dh is infinite, the warp calls add_weight_gradient_in_float. Tensor cores
-// truncate their sums, so `part` begins at zero in each row.
+// because a small lo is wrong by up to 2^-25, and that dh, scaled, is at least 2^13. Scaled, that x is at least 1/8, or
+// the warp calls add_weight_gradient_in_float. It also does so where x or (with pieces) dh is infinite: in any type an
+// infinite x would make those taps NaN, too, that multiply it only by zeros, the dh of pixels outside the output.
+// (Where x is NaN, h is NaN in all output channels. So are the sample's statistics, its dh, and W's gradient, as they
+// should be.) Tensor cores truncate their sums, so `part` begins at zero in each row.
 //
 // A warp computes the sums of its 16 channels and four rows, tap by tap, and adds them, tile after tile, to a slot of
 // its own in global memory. Registers have no room for them (36 in each lane), nor has shared memory (36 KiB a
@@ -1222,8 +1207,7 @@ __device__ __forceinline__ void write_gradients(
 // The address, in the warp's slot, of this lane's first element of mma's result for the tap.
 __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, int tap) {
     const Fragment fragment(p);
-    const int warps = 1 << (kBlockLog2 - p.outs_log2);  // that have the same channels
-    const int64_t slot = blockIdx.x * warps + fragment.row / kRows;
+    const int64_t slot = (blockIdx.x << sharing_warps_log2(p)) + fragment.row / kRows;
     const int64_t row = (slot * p.kernel * p.kernel + tap) * p.channel_tiles * p.outs + tile.channel + fragment.channel;
     return p.weight_sums + row * kStage + read_thread() % 4 * 2;
 }
@@ -1238,9 +1222,7 @@ __device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, co
     for (int i = 0; i < kValues; i += kChunk) {
         const int o = i / kPixels, begin = i % kPixels;
         float dh[kChunk];
-        if (sizeof(T) == 2 || p.dh_type == 0) load_pixels(static_cast<const T*>(p.out), pixels, o, begin, dh);
-        else if (p.dh_type == 1) load_pixels(static_cast<const __half*>(p.out), pixels, o, begin, dh);
-        else load_pixels(static_cast<const __nv_bfloat16*>(p.out), pixels, o, begin, dh);
+        with_dh<T>(p, [&](const auto* from) { load_pixels(from, pixels, o, begin, dh); });
         const unsigned valid = pixels.valid >> begin;
         const int64_t row = tile.row + fragment.row + begin / (2 * kPairs), column = tile.column + fragment.column;
         for (int n = 0; n < p.in_channels * taps; ++n) {
@@ -1262,11 +1244,14 @@ __device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, co
 template <typename T>
 __device__ __forceinline__ void add_weight_gradient(
     const Arguments& p, const Tile& tile, const float* x, const Shared& shared, const float (&dh)[kChannels][kPixels]) {
-    using Piece = typename Multiplied<T>::Piece;
     constexpr int kCount = kPieces<T>, kAtOnce = 2;  // rows at a time
-    unsigned flags = 0;
-    for (int warp = 0; warp < kWarps; ++warp) flags |= shared.flags[warp];
-    bool exact = flags < kNotFinite && (flags % kClear & ~(flags / kClear)) == 0;  // no channel has kFaint alone
+    constexpr float kLeast = 1.0f / 8;  // of a channel's largest scaled |x|; the tile's is at least 2^16 times as large
+    float largest_x = 0;  // of the tile's channel c
+    for (int warp = 0, c = read_thread() % kStage; warp < kWarps; ++warp) {
+        largest_x = fmaxf(largest_x, shared.channel_largest[warp][c]);
+    }
+    const bool faint = kCount == 2 && largest_x > 0 && largest_x < shared.x_unit * kLeast;
+    bool accurate = largest_x < INFINITY && !faint;
     float scales[kChannels] = {1, 1};
     if constexpr (kCount == 2) {
 #pragma unroll
@@ -1278,10 +1263,10 @@ __device__ __forceinline__ void add_weight_gradient(
                 largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
             }
             scales[o] = scale_for(largest);
-            exact &= scales[o] == scales[o];  // it is NaN if dh is infinite
+            accurate &= scales[o] == scales[o];  // it is NaN if dh is infinite
         }
     }
-    if (!__all_sync(~0u, exact)) return add_weight_gradient_in_float<T>(p, tile);
+    if (!__all_sync(~0u, accurate)) return add_weight_gradient_in_float<T>(p, tile);
     uint32_t a[kCount][kPixels / 4][4];  // dh as operands A, of 16 pixels each
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
@@ -1311,7 +1296,7 @@ __device__ __forceinline__ void add_weight_gradient(
 #pragma unroll
                 for (int k = 0; k < kAtOnce; ++k) {
                     const int line = of_x * p.lines + row + k;
-                    load_transposed(b[k], pixels + shared.offsets[tap] + line * kPitch * 16);
+                    load_matrices<true>(b[k], pixels + shared.offsets[tap] + line * kPitch * 16);
                 }
 #pragma unroll
                 for (int of_dh = kCount - 1 - of_x; of_dh >= 0; --of_dh) {  // without lo lo
@@ -1319,7 +1304,7 @@ __device__ __forceinline__ void add_weight_gradient(
                     for (int i = 0; i < kAtOnce * kPairs; i += 2) {
                         const int k = i / 2 % kAtOnce, pair = i / 2 / kAtOnce * 2;
                         const auto& v = a[of_dh][((row + k) * kPairs + pair) / 2];
-                        mma(part[k], {v[0], v[1], v[2], v[3]}, b[k][pair], b[k][pair + 1], Piece());
+                        mma<T>(part[k], {v[0], v[1], v[2], v[3]}, b[k][pair], b[k][pair + 1]);
                     }
                 }
             }
@@ -1343,9 +1328,12 @@ __device__ __forceinline__ void publish_gradients(
     channel_sum(p, tile, 3, lane) = all.y * rstd;
 }
 
-// Adds the bias and, in the forward, computes the activation.
+// Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the image. g is 0 there,
+// so that nothing is added to the sums; but an infinite weight or x would make h NaN, and NaN times 0 is NaN. (It is
+// not set to 0, because an infinite scale would make z NaN.)
 template <Direction DIRECTION>
-__device__ __forceinline__ void add_bias(const Arguments& p, const Shared& shared, float (&h)[kChannels][kPixels]) {
+__device__ __forceinline__ void add_bias(
+    const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
     const Fragment fragment(p);
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
@@ -1354,6 +1342,15 @@ __device__ __forceinline__ void add_bias(const Arguments& p, const Shared& share
         for (int i = 0; i < kPixels; ++i) {
             h[o][i] += parameters.x;
             if (DIRECTION == kForward) h[o][i] = activation(h[o][i] * parameters.y);
+        }
+    }
+    if constexpr (DIRECTION == kBackward) {
+        const Pixels pixels(p, tile);
+        if (__all_sync(~0u, pixels.all_valid())) return;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            float& value = h[i / kPixels][i % kPixels];
+            value = pixels.valid >> i % kPixels & 1 ? value : 1.0f;
         }
     }
 }
@@ -1386,7 +1383,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         shared.parameters[read_thread()] = {};
     }
     __syncthreads();
-    start_x<T>(p, shared.tiles[0], 0, raw);
+    copy_x<T>(p, shared.tiles[0], 0, raw);
     for (int set = 0; set < p.weight_sets; ++set) {
         __syncthreads();
         float* const of_stage = weights + set * p.weight_floats;
@@ -1403,30 +1400,30 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         for (int first = 0; first < p.in_channels; first += p.stage) {
             float* const of_stage = p.weight_sets > 0 ? weights + first / p.stage * p.weight_floats : weights;
             if (first > 0 || p.weight_sets == 0) __syncthreads();
-            if (first > 0 && !kRaw) start_x<T>(p, tile, first, raw);
+            if (first > 0 && !kRaw) copy_x<T>(p, tile, first, raw);
             float unit = p.weight_sets > 0 ? shared.weight_units[first / p.stage]
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
-            unit *= finish_x<T, DIRECTION>(p, first, raw, x, shared);
+            unit *= receive_x<T, DIRECTION>(p, first, raw, x, shared);
             // The backward has no register left for it. Where there is one, the kernel takes 0.98 of the time.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
             else if (read_thread() == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
-            if (first + p.stage < p.in_channels && kRaw) start_x<T>(p, tile, first + p.stage, raw);
+            if (first + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first + p.stage, raw);
             __syncthreads();
             convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), unit, h);
         }
         if (read_thread() == 0) next.set(p, tile.item + gridDim.x);
         if constexpr (kTensor || DIRECTION == kInputGradient) {
-            mend<T, DIRECTION>(p, tile, shared, DIRECTION == kBackward ? shared.largest_unit : largest_unit, h);
+            recompute_in_float<T, DIRECTION>(
+                p, tile, shared, DIRECTION == kBackward ? shared.largest_unit : largest_unit, h);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
-            if (next.item < p.items) start_x<T>(p, next, 0, raw);
+            if (next.item < p.items) copy_x<T>(p, next, 0, raw);
             write_values<T>(p, tile, h, shared, x);
             continue;
         }
-        add_bias<DIRECTION>(p, shared, h);
-        if (DIRECTION == kBackward) clear_outside(h, Pixels(p, tile));
+        add_bias<DIRECTION>(p, tile, shared, h);
         if (p.mode != kFinish) {
             const Pixels pixels(p, tile);
             if (DIRECTION == kBackward) sum_gradients<T>(p, tile, h, pixels, shared, warp());
@@ -1434,7 +1431,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         }
         __syncthreads();
         if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
-        if (next.item < p.items) start_x<T>(p, next, 0, raw);  // while the other blocks publish
+        if (next.item < p.items) copy_x<T>(p, next, 0, raw);  // while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
@@ -1530,10 +1527,10 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     while (!tensor && p.stage > 1 && kBlocks * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
         bytes = bytes_of(p.stage / 2);
     }
-    const int stages = (p.in_channels + p.stage - 1) / p.stage, others = 4 * p.weight_floats * (stages - 1);
-    const bool fit = stages == 1 || kBlocks * (bytes + others + int(sizeof(Shared)) + 1024) <= of_sm;
+    const int stages = (p.in_channels + p.stage - 1) / p.stage, more = 4 * p.weight_floats * (stages - 1);
+    const bool fit = stages == 1 || kBlocks * (bytes + more + int(sizeof(Shared)) + 1024) <= of_sm;
     p.weight_sets = p.channel_tiles == 1 && stages <= kMostSets && fit ? stages : 0;
-    if (p.weight_sets > 0) bytes += others;
+    if (p.weight_sets > 0) bytes += more;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) {
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
@@ -1546,7 +1543,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.tiles) {
-        // Whole samples, if few blocks are left out: waiting for blocks that are a tile behind would take 3% more time.
+        // Whole samples, if few blocks are left out: waiting for blocks that are a tile behind takes 1.03 of the time.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
         p.mode = kWait;
@@ -1627,7 +1624,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
-// The output, and of each group of each sample the Statistics: mean, rest, rstd.
+// The output, and of each group of each sample the Statistics: mean, mean_lo, rstd.
 Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
@@ -1637,8 +1634,9 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 // ---- on a CPU: a direct convolution in registers, and the rest while a group is in the cache
 //
 // A sample is computed in bands of some rows and four channels. h, here without biases, has x's row length: its pixel
-// (row, column) is at index row * width + column. So a tap, one weight of the kernel, needs for each pixel the value of
-// x at the same offset from it, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
+// (row, column) is at index row * width + column. A value of h is a sum of terms, a term a weight times a value of x.
+// For each pixel the term's x is at the same offset from it, offsets[term]. So a band is one long row, cut into tiles
+// of kTilePixels:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
@@ -1660,26 +1658,26 @@ constexpr int kTileChannels = 4;
 constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
 constexpr int64_t kBandPixels = 1024;      // 4 KiB a channel
-constexpr int64_t kTapsOfASum = 72;        // longer sums are split into parts of 72: rounding errors grow with a sum
-constexpr int64_t kMostTaps = 160;         // with more, PyTorch's convolution is as fast
+constexpr int64_t kTermsOfASum = 72;       // longer sums are split into parts of 72: rounding errors grow with a sum
+constexpr int64_t kMostTerms = 160;        // of a value of h; with more, PyTorch's convolution is as fast
 constexpr int64_t kGrain = 32768;          // with fewer values per thread, another thread does not pay
 constexpr int64_t kLineValues = 16;        // of a cache line of 64 bytes
 constexpr size_t kMappedBytes = 32 << 20;  // glibc gets each larger block by mmap, and unmaps it when it is freed
 
-// Computes a tile's sums over `taps` taps, and writes them to h or, if `adds`, adds them to h.
-void convolve_tile(const float* x, const int64_t* offsets, int64_t taps, const float* weight, float* h,
+// Computes a tile's sums of `terms` terms, and writes them to h or, if `adds`, adds them to h.
+void convolve_tile(const float* x, const int64_t* offsets, int64_t terms, const float* weight, float* h,
     int64_t channel_stride, bool adds) {
     Vector sums[kTileChannels][kTileVectors] = {};
-    for (int64_t tap = 0; tap < taps; ++tap) {
+    for (int64_t term = 0; term < terms; ++term) {
         Vector pixels[kTileVectors];
 #pragma GCC unroll 6
         for (int v = 0; v < kTileVectors; ++v) {
-            pixels[v] = *reinterpret_cast<const Vector*>(x + offsets[tap] + v * kLanes);
+            pixels[v] = *reinterpret_cast<const Vector*>(x + offsets[term] + v * kLanes);
         }
 #pragma GCC unroll 4
         for (int c = 0; c < kTileChannels; ++c) {
 #pragma GCC unroll 6
-            for (int v = 0; v < kTileVectors; ++v) sums[c][v] += weight[tap * kTileChannels + c] * pixels[v];
+            for (int v = 0; v < kTileVectors; ++v) sums[c][v] += weight[term * kTileChannels + c] * pixels[v];
         }
     }
 #pragma GCC unroll 4
@@ -1734,14 +1732,14 @@ Sums add_up(const float* v, int64_t n) {
     return {values, squares};
 }
 
-// v = (v - mean) * factor + beta. The mean is rounded to float; `rest` is beta, corrected for that. With an infinite
-// factor `rest` is NaN, as PyTorch's v * factor + (beta - mean * factor) is.
+// v = (v - mean) * factor + beta. The mean is rounded to float; `offset` is beta, corrected for that. With an infinite
+// factor `offset` is NaN, as PyTorch's v * factor + (beta - mean * factor) is.
 void normalize(float* v, int64_t n, double mean, double factor, float beta) {
-    const float center = float(mean);
-    const float rest = float(beta + (center * factor - mean * factor));
-    const float slope = float(factor);
+    const float rounded_mean = float(mean);
+    const float rounded_factor = float(factor);
+    const float offset = float(beta + (rounded_mean * factor - mean * factor));
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - center) * slope + rest;
+    for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - rounded_mean) * rounded_factor + offset;
 }
 
 // Whether the direct convolution is faster than PyTorch's, by measurements: not where most of a tile would be idle, nor
@@ -1749,7 +1747,7 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 bool direct_pays(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
-    const bool is_small = weight.size(1) <= 32 && weight[0].numel() <= kMostTaps;
+    const bool is_small = weight.size(1) <= 32 && weight[0].numel() <= kMostTerms;
     return is_small && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
 }
 
@@ -1762,8 +1760,8 @@ void use_huge_pages(const Tensor& t) {
     madvise(reinterpret_cast<void*>(first), begin + t.nbytes() - first, MADV_HUGEPAGE);
 }
 
-// The tensors of a call, all contiguous; their sizes and addresses.
-struct Call {
+// The computation: its tensors, all contiguous; their sizes and addresses; and what the threads share.
+struct DirectConvolution {
     Tensor input;
     std::vector<Tensor> parameters;
     int64_t groups;
@@ -1775,7 +1773,7 @@ struct Call {
     int64_t outs = parameters[kWeight].size(0);
     int64_t kernel_rows = parameters[kWeight].size(2);
     int64_t kernel_columns = parameters[kWeight].size(3);
-    int64_t taps = ins * kernel_rows * kernel_columns;
+    int64_t terms = ins * kernel_rows * kernel_columns;
     int64_t rows = height - kernel_rows + 1;  // of the output
     int64_t columns = width - kernel_columns + 1;
     int64_t band_rows = std::clamp<int64_t>(kBandPixels / width, 1, rows);
@@ -1786,44 +1784,28 @@ struct Call {
     int64_t slices = at::divup(outs, slice_channels);  // of a sample
     Tensor output = at::empty({samples, outs, rows, columns}, input.options());
     const float* x = input.const_data_ptr<float>();
+    const float* weight = parameters[kWeight].const_data_ptr<float>();
     const float* conv_bias = parameters[kConvBias].const_data_ptr<float>();
     const float* bias = parameters[kBias].const_data_ptr<float>();
     const float* scale = parameters[kScale].const_data_ptr<float>();
     const float* gamma = parameters[kGamma].const_data_ptr<float>();
     const float* beta = parameters[kBeta].const_data_ptr<float>();
     float* out = output.mutable_data_ptr<float>();
-};
+    std::vector<int64_t> offsets = std::vector<int64_t>(terms);  // of each term: from an output's pixel to the input's
+    std::vector<float> weights = std::vector<float>(tiles * terms * kTileChannels);  // (tiles, terms, 4)
+    std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
 
-// Indices into a sample of x: from an output's pixel to the input pixel of each tap.
-std::vector<int64_t> offsets_of_taps(const Call& call) {
-    std::vector<int64_t> offsets;
-    for (int64_t in = 0; in < call.ins; ++in) {
-        for (int64_t i = 0; i < call.kernel_rows; ++i) {
-            for (int64_t j = 0; j < call.kernel_columns; ++j) {
-                offsets.push_back((in * call.height + i) * call.width + j);
+    // Fills `offsets` and `weights`. These are in the order of their use; zeros fill up the last tile.
+    void prepare() {
+        for (int64_t term = 0; term < terms; ++term) {
+            const int64_t row = term / kernel_columns % kernel_rows;
+            offsets[term] = (term / kernel_columns / kernel_rows * height + row) * width + term % kernel_columns;
+            for (int64_t o = 0; o < outs; ++o) {
+                const int64_t tile = o / kTileChannels;
+                weights[(tile * terms + term) * kTileChannels + o % kTileChannels] = weight[o * terms + term];
             }
         }
     }
-    return offsets;
-}
-
-// The weights as (tiles, taps, 4), in the order of their use; zeros fill up the last tile.
-std::vector<float> packed_weights(const Call& call) {
-    std::vector<float> packed(call.tiles * call.taps * kTileChannels);
-    const float* const weight = call.parameters[kWeight].const_data_ptr<float>();
-    for (int64_t o = 0; o < call.outs; ++o) {
-        float* const to = &packed[o / kTileChannels * call.taps * kTileChannels + o % kTileChannels];
-        for (int64_t tap = 0; tap < call.taps; ++tap) to[tap * kTileChannels] = weight[o * call.taps + tap];
-    }
-    return packed;
-}
-
-// The computation, and what its threads share.
-struct DirectConvolution : Call {
-    const std::vector<int64_t> offsets = offsets_of_taps(*this);
-    const std::vector<float> weights = packed_weights(*this);
-    std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
-
     // scratch: kTilePixels values, since a tile may begin before its band, then the long rows of four channels.
     void make_band(int64_t sample, int64_t tile, int64_t band, float* scratch) {
         const int64_t row = band * band_rows;
@@ -1842,10 +1824,10 @@ struct DirectConvolution : Call {
                     __builtin_prefetch(band_out + c * rows * columns + i, 1);
                 }
             }
-            for (int64_t tap = 0; tap < taps; tap += kTapsOfASum) {
-                const float* const weight = &weights[(tile * taps + tap) * kTileChannels];
-                const int64_t some = std::min(kTapsOfASum, taps - tap);
-                convolve_tile(image + first, &offsets[tap], some, weight, h + first, stride, tap > 0);
+            for (int64_t term = 0; term < terms; term += kTermsOfASum) {
+                const float* const packed = &weights[(tile * terms + term) * kTileChannels];
+                const int64_t some = std::min(kTermsOfASum, terms - term);
+                convolve_tile(image + first, &offsets[term], some, packed, h + first, stride, term > 0);
             }
         }
         for (int64_t c = 0; c < channels; ++c) {
@@ -1894,6 +1876,7 @@ struct DirectConvolution : Call {
         normalize_channels(sample * outs + begin, sample * outs + end);
     }
     void run() {
+        prepare();
         const int64_t band_values = kTileChannels * band_rows * width;
         const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values` in each of n
             at::parallel_for(0, n, kGrain / values + 1, make);
@@ -1914,7 +1897,7 @@ struct DirectConvolution : Call {
 Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     std::vector<Tensor> contiguous;
     for (const Tensor& t : parameters) contiguous.push_back(t.contiguous());
-    DirectConvolution convolution{{x.contiguous(), contiguous, groups, eps}};
+    DirectConvolution convolution{x.contiguous(), contiguous, groups, eps};
     if (convolution.output.nbytes() > kMappedBytes) use_huge_pages(convolution.output);
     convolution.run();
     return convolution.output;
@@ -2021,7 +2004,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
         backward_meta(grad, x, parameters, statistics, dtype, needs_x && nothing, needs_weight);
     if (nothing) return {dx.zero_(), sums.zero_(), grad_weight.zero_()};
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
-    bool others_weight = needs_weight;
+    bool aten_weight = needs_weight;  // whether ATen computes W's gradient
     {  // The partial sums' memory is free again before dx takes some.
         const auto [channel_sums, weight_sums] = launch(x, parameters, statistics, dh, 0, grad, needs_weight);
         const auto sum = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble); };
@@ -2029,21 +2012,20 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
         if (weight_sums.defined()) {  // (taps, outs, 8) for (out_channels, in_channels, taps)
             const auto to = grad_weight.flatten(2);
             to.copy_(sum(weight_sums).permute({1, 2, 0}).slice(0, 0, to.size(0)).slice(1, 0, to.size(1)));
-            others_weight = false;
+            aten_weight = false;
         }
     }
     const Tensor weight = parameters[kWeight].to(dtype).contiguous();
-    const bool own_x = needs_x && weight.size(2) == 3 && weight.size(1) >= 4;  // otherwise cuDNN is as fast
-    const bool others_x = needs_x && !own_x;
-    if (own_x) {
+    const bool aten_x = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // where cuDNN is as fast as we are
+    if (needs_x && !aten_x) {
         dx = at::empty(x.sizes(), dh.options());
         convolve_gradient(dh, weight, dx);
     }
-    if (others_x || others_weight) {
+    if (aten_x || aten_weight) {
         const auto found = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1}, false,
-            {0, 0}, 1, {others_x, others_weight, false});
-        if (others_x) dx = std::get<0>(found);
-        if (others_weight) grad_weight.copy_(std::get<1>(found));
+            {0, 0}, 1, {aten_x, aten_weight, false});
+        if (aten_x) dx = std::get<0>(found);
+        if (aten_weight) grad_weight.copy_(std::get<1>(found));
     }
     return {dx, sums, grad_weight};
 }

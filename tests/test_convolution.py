@@ -160,6 +160,22 @@ def test_the_gradient_of_beta_where_large_values_cancel(case):
     assert ((new.group_norm.bias.grad - right).abs() <= 2**-23 * right.abs()).all()
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("case", [FEW, ODD, NAMED["one channel to one"]], ids=str)
+def test_the_gradient_of_beta_is_infinite_where_that_of_the_output_is(case, value):
+    """Not NaN, though the sum is corrected by a difference of its terms; and the other channels' are as they were."""
+    model, new, inputs = build(case, "cuda")
+    for module in (model, new):
+        out = module(*inputs)
+        grad = torch.linspace(-1, 2, out.numel(), device="cuda").view_as(out).clone()
+        for pixel in ((0, -1, 5, 7), (0, -1, -1, -1), (-1, -1, 0, 0)):
+            grad[pixel] = value
+        out.backward(grad)
+    ours, eager = (module.group_norm.bias.grad for module in (new, model))
+    assert ours[-1].item() == eager[-1].item() == value
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_where_rstd_times_scale_overflows():
     assert_as_accurate_as_eager(gradients, draws(FEW, "cuda", torch.float32, channels_of_almost_one_value(1e37)))
 

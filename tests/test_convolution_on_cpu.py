@@ -164,6 +164,7 @@ with torch.no_grad():
     expected = new.group_norm(torch.nn.functional.hardsigmoid((new.conv(x) + new.bias) * new.scale))
     torch.testing.assert_close(new(x), expected, rtol=1e-4, atol=1e-4)
 """
-    environment = {"CUDA_VISIBLE_DEVICES": "", "CXX": compiler(tmp_path, QUICKLY)}
+    # In a folder of its own: an edit of `_activate` alone has the file's own library, which others would find there.
+    environment = {"CUDA_VISIBLE_DEVICES": "", "CXX": compiler(tmp_path, QUICKLY), "TORCH_EXTENSIONS_DIR": tmp_path}
     code, _, err = finish(start_python(script, cwd=tmp_path, **environment))
     assert code == 0 if edits == "all" else "compute different functions" in err, err
