@@ -1,12 +1,15 @@
 """conv_sigmoid_group_norm on a GPU, in both directions: every way through its kernels."""
 
+import itertools
+
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward, poisoned, same_kinds
-from cases import STEMS, Case, build, for_each_file, gpu, in_float64
+from cases import COMPILED, STEMS, Case, build, for_each_file, gpu, in_float64
 from test_gradients import ROUNDINGS, both_ways, gradients
 
 STEM = "conv_sigmoid_group_norm"
+HOPPER = f"hopper/{STEM}"
 pytestmark = [gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
 
 
@@ -174,6 +177,24 @@ def test_the_gradient_of_beta_is_infinite_where_that_of_the_output_is(case, valu
     ours, eager = (module.group_norm.bias.grad for module in (new, model))
     assert ours[-1].item() == eager[-1].item() == value
     torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(HOPPER not in COMPILED, reason="for sm_90")
+@pytest.mark.parametrize("channels", [1, 2, 3, 8])
+def test_inputs_of_all_magnitudes(channels):
+    """Large terms cancel, and what fp16 pieces lose of them remains: most of all in a sum of few terms."""
+    few = Case(HOPPER, "", (channels, 16, 3, 8, (16, 1, 1), (16, 1, 1)), ((4, channels, 51, 82),))
+
+    def change(model, new, inputs):
+        return [inputs[0] * 10 ** (6 * torch.rand(few.shapes[0]) - 3).to(inputs[0])]
+
+    assert_as_accurate_as_eager(both_ways, draws(few, "cuda", torch.float32, change), ROUNDINGS)
+    errors = []
+    for model, new, (x,) in itertools.islice(draws(few, "cuda", torch.float32, change), 6):
+        right = in_float64(model)(x.double())
+        errors.append([(module(x) - right).square().mean().item() for module in (new, model)])
+    ours, eagers = torch.tensor(errors).mean(0).sqrt()
+    assert ours < 1.5 * eagers
 
 
 def test_gradients_where_rstd_times_scale_overflows():

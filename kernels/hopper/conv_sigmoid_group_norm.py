@@ -17,8 +17,7 @@ C++ decides, the same operators called from there.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two large kernels and
-three small ones. The first computes h + bias again, writes it to device memory, reads the output's gradient and
-adds up what the norm's gradient needs. The second reads both once more; the gradient of h never leaves the chip.
+three small ones. The gradient of h never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.25 TB/s of a copy on the device. By `python harness.py
@@ -189,9 +188,12 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //
 // B, which is x, lies in shared memory: a plane of hi and a plane of lo, in each 16 bytes a pixel, 8 channels. A tap
 // shifts B's start address. A thread has the sums of an output with the weights' hi and with their lo, and adds the
-// two. All four products of hi and lo are computed, so the sums are about as accurate as float32's. One case was worse:
-// with a single input channel whose values differ much in size, errors were 2.4 times float32's. So there two of the
-// unused channels add what hi and lo leave: channel 1 w * rest_of(x), and channel 2 rest_of(w) * x.
+// two. All four products of hi and lo are computed, so the sums are about as accurate as float32's, but for what hi and
+// lo leave of a value, up to 2^-23 of it. That counts where a sum has few terms, of all magnitudes: with one or two
+// input channels errors were 2.4 and 2.2 times eager's. So with n of up to 4 the channels that are not used add it:
+//
+//     channels        0 to n - 1     n to 2 n - 1      2 n to 3 n - 1     others, up to 7
+//     product         w * x          w * rest_of(x)    rest_of(w) * x     0
 //
 // All this is for float32. For 16-bit types x and the weights are operands as they are, fp16 or bf16, and there is one
 // product, not four. Then the eight rows that hold lo above are free, and take the same channels' next output row:
@@ -216,7 +218,7 @@ constexpr int kThreads = 1024;  // of a block: 8 warpgroups
 constexpr int kMostIn = 8, kMostOut = 32;  // channels
 // 8-byte words from one group's totals to the next. These 256 bytes give each group lines of its own, because L2
 // executes atomics to one line one after the other.
-constexpr int kLine = 32;
+constexpr int kTotalsStride = 32;
 constexpr int kMostPlaces = 3;  // samples whose v a block can hold at once: three, or two of wider images
 template <typename T> using Operand = std::conditional_t<sizeof(T) == 4, __half, T>;  // of wgmma
 // What differs between 16-bit types (one product) and float32 (four), and between the forward (NORMALIZE) and the
@@ -231,7 +233,7 @@ template <typename T, bool NORMALIZE> struct Shape {
     static constexpr int kProducts = kOneProduct ? 6 : 9;
     static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups
     static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; in the forward `post` and `gather` are two more
-    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread, as are the next two
+    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread, as are the next two. None spills
     static constexpr int kProducerRegisters = kOneProduct ? 40 : 56;
     static constexpr int kWriterRegisters = NORMALIZE ? 40 : kOneProduct ? 64 : 56;
     static constexpr int kOthers = kThreads / 128 - kConsumers - kProducers;  // warpgroups
@@ -260,7 +262,7 @@ struct ConvArguments : Plan {
     const void* x;  // of T
     void* out;  // of T: the output or, when the backward launches, h + bias
     const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
-    unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s s and s^2
+    unsigned long long* totals;  // (samples, groups, kTotalsStride), two used: of `post`'s s and s^2
     Statistics* statistics;  // (samples, groups), behind the totals
     // The next four are the backward's. (samples) each: the bits of the largest |x|, and 1 if convolve_again ran.
     uint32_t *largest, *remade;
@@ -280,9 +282,8 @@ struct alignas(128) ConvShared {  // static shared memory. x, and after it the p
     Norm norm[kMostPlaces][kMostOut];
     int counts[kMostPlaces][kMostConsumers];  // how many values of a channel are in `moments`
     Scales scales;
-    // mbarriers, and the threads that arrive at them once a sample. x_full: the 256 producers. x_empty and v_full: the
-    // consumers, 512 in the forward. norm_full: `post` and `gather`, 32 each. v_empty: the writers, 192 in the forward;
-    // it also frees moments, counts, norm.
+    // mbarriers, at which all threads of the roles that signal them arrive once a sample. v_empty also frees moments,
+    // counts and norm.
     uint64_t x_full[2], x_empty[2], v_full[kMostPlaces], norm_full[kMostPlaces], v_empty[kMostPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
@@ -423,18 +424,14 @@ __device__ __forceinline__ float rest_of(float v) {  // what hi and lo leave of 
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
-// Splits a pixel's channels, times scale, into fp16 hi and lo. A value that overflows fp16 has hi infinity and lo minus
-// infinity, so the sums with it are NaN. If `single`, there is one input channel, and channel 1 becomes what hi and lo
-// leave of it.
-template <typename T>
-__device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
-    float v[kMostIn];
+// Whether unused channels add the rests: see above. With more channels they would cost 2% of the time and gain little.
+__device__ __forceinline__ bool are_few(int in_channels) { return 2 * in_channels <= kMostIn; }
+// Splits a pixel's channels into fp16 hi and lo. A value that overflows fp16 has hi infinity and lo minus infinity, so
+// the sums with it are NaN.
+__device__ __forceinline__ void split_pixel(const float (&x)[kMostIn], uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
 #pragma unroll
-    for (int k = 0; k < kMostIn; ++k) v[k] = to_float(x[k]) * scale;
-    if (single) v[1] = rest_of(v[0]);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) split_two(v[2 * k], v[2 * k + 1], h[k], l[k]);
+    for (int k = 0; k < 4; ++k) split_two(x[2 * k], x[2 * k + 1], h[k], l[k]);
     hi = make_uint4(h[0], h[1], h[2], h[3]);
     lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
@@ -500,19 +497,25 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
     __syncthreads();
 }
 
-// Stores what a thread of `bring` has loaded to shared memory. Of float32 that is a pixel: fp16 hi and, a plane further
-// on, lo.
+// Stores what a thread of `bring` has loaded to shared memory. Of float32 that is a pixel, times scale: fp16 hi and, a
+// plane further on, lo.
 __device__ __forceinline__ void store_pixels(
-    uint4* to, const Pack<float, 1> (&x)[kMostIn], float scale, int plane, bool single) {
+    uint4* to, const Pack<float, 1> (&x)[kMostIn], float scale, int plane, int in_channels) {
     float values[kMostIn];
 #pragma unroll
-    for (int c = 0; c < kMostIn; ++c) values[c] = x[c].value[0];
-    split_pixel(values, scale, to[0], to[plane], single);
+    for (int c = 0; c < kMostIn; ++c) values[c] = x[c].value[0] * scale;
+    if (are_few(in_channels)) {
+#pragma unroll
+        for (int c = 1; c < kMostIn; ++c) {
+            if (unsigned(c - in_channels) < unsigned(in_channels)) values[c] = rest_of(values[c]);
+        }
+    }
+    split_pixel(values, to[0], to[plane]);
 }
 // Of 16-bit types that is two pixels, as they are. A pack has a channel of both, a word of shared memory two channels
 // of one.
 template <typename T>
-__device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kMostIn], float, int, bool) {
+__device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kMostIn], float, int, int) {
     uint32_t first[4], second[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -539,8 +542,7 @@ template <typename T> __device__ __forceinline__ uint32_t bits_of_float(uint32_t
 }
 
 // Two warpgroups copy the band of x from global to shared memory: of float32 as fp16 hi and lo, of 16-bit types as it
-// is. A thread has every 256th load, which is a pixel or, in 16 bits, two. It loads four pixels of all channels at a
-// time, waits for x_empty, stores them, and wakes the consumers (x_full).
+// is. A thread has every 256th load, which is a pixel or, in 16 bits, two: all channels of four pixels at a time.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     using S = Shape<T, NORMALIZE>;
@@ -557,6 +559,8 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
         return x + (int64_t(sample) * p.in_channels + channel) * image;
     };
     const float scale = shared.scales.input;
+    uint32_t are_last = 0;  // bit c: after channel c the first one is loaded again, for those that are not used
+    for (int c = p.in_channels; c < kMostIn; c += p.in_channels) are_last |= 1u << (c - 1);
     for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int later = cursor.sample + p.teams;
         const bool ahead = sizeof(T) == 4 && later < p.samples;  // saves 8% of the time; in 16 bits it would cost 6%
@@ -565,7 +569,8 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
 #pragma unroll 1
         for (int begin = thread; begin - thread < padded; begin += kLoads * kStride) {
             Load raw[kLoads][kMostIn];
-            const T* from = band_of(cursor.sample, 0) + begin;
+            const T* const first = band_of(cursor.sample, 0) + begin;
+            const T* from = first;
 #pragma unroll
             for (int c = 0; c < kMostIn; ++c) {
 #pragma unroll
@@ -574,7 +579,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
                     if (begin + i * kStride >= pixels) continue;
                     raw[i][c] = load_pack(reinterpret_cast<const Load*>(from + i * kStride));
                 }
-                from += c < p.in_channels - 1 ? image : 0;  // after the last channel again the last: its weights are 0
+                from = are_last >> c & 1 ? first : from + image;
             }
             if (begin == thread) mbarrier_wait(&shared.x_empty[cursor.stage], cursor.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + cursor.stage * p.x_plane + begin;
@@ -582,7 +587,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
             for (int i = 0; i < kLoads; ++i) {
                 for (const Load& load : raw[i]) largest = larger(largest, load);
                 if (begin + i * kStride >= padded) continue;
-                store_pixels(to + i * kStride, raw[i], scale, p.x_plane, p.in_channels == 1);
+                store_pixels(to + i * kStride, raw[i], scale, p.x_plane, p.in_channels);
             }
         }
         if constexpr (!NORMALIZE) {
@@ -677,8 +682,10 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
             } else {
                 const int tap = min(2 * step + half, 8);  // tap 8 twice: for x's hi and lo
                 const auto weight = [&](int in) {
-                    const float w = weight_at<T>(p, c, p.in_channels == 1 && in < 3 ? 0 : in, tap) * scale;
-                    return p.in_channels == 1 && in == 2 ? rest_of(w) : w;
+                    const float w = weight_at<T>(p, c, in % p.in_channels, tap) * scale;
+                    const int times = in / p.in_channels;  // that the channels have been used before
+                    if (times == 2) return rest_of(w);
+                    return times == 0 || (times == 1 && are_few(p.in_channels)) ? w : 0.0f;
                 };
                 split_two(weight(in), weight(in + 1), words[2 * half], words[2 * half + 1]);
             }
@@ -745,9 +752,7 @@ __device__ __forceinline__ void add_deviations(const float (&d)[kTaskPixels / 2]
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
 // the turn to issue wgmma, so that one's wgmma runs during the others' activations. Each is of 256 threads: the
 // warpgroup that waits for the turn, and the one that hands it on. A lane has one channel and two neighbouring pixels
-// of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4. A warpgroup waits for v_empty only before its
-// first store of a sample. It hands on the turn when its wgmma is issued, and frees x when its last wgmma of the sample
-// is done.
+// of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -864,8 +869,8 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
-            add_to_total(p.totals + group * kLine, group_sums.x / H::kRange, p.to_fixed);
-            add_to_total(p.totals + group * kLine + 1, group_sums.y / (H::kRange * H::kRange), p.to_fixed);
+            add_to_total(p.totals + group * kTotalsStride, group_sums.x / H::kRange, p.to_fixed);
+            add_to_total(p.totals + group * kTotalsStride + 1, group_sums.y / (H::kRange * H::kRange), p.to_fixed);
         }
     }
 }
@@ -881,7 +886,7 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
-        const auto [of_s, of_square] = await_totals(p.totals + group * kLine, p.bands);
+        const auto [of_s, of_square] = await_totals(p.totals + group * kTotalsStride, p.bands);
         const double mean_s = sum_of_total(of_s) * share;  // of `post`'s s
         const double mean_u = H::kLeast + mean_s * H::kRange;
         const double mean = H::kShift + H::kScale * mean_u;  // of v
@@ -1030,7 +1035,7 @@ __device__ __forceinline__ void write_and_measure(
 template <bool NORMALIZE> __device__ __forceinline__ void set_zeros(const ConvArguments& p) {
     const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
     const int threads = gridDim.y * gridDim.x * kThreads;
-    const int64_t twos = NORMALIZE ? int64_t(p.samples) * p.groups * kLine / 2 : 0;
+    const int64_t twos = NORMALIZE ? int64_t(p.samples) * p.groups * kTotalsStride / 2 : 0;
     for (int64_t i = thread; i < twos; i += threads) reinterpret_cast<ulonglong2*>(p.totals)[i] = make_ulonglong2(0, 0);
     for (int i = thread; i < p.samples && !NORMALIZE; i += threads) p.largest[i] = p.remade[i] = 0;
 }
@@ -1149,7 +1154,7 @@ static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, d
     p.gamma = pointers[kGamma];
     p.beta = pointers[kBeta];
     p.totals = static_cast<unsigned long long*>(pointers[kGroupSums]);
-    p.statistics = reinterpret_cast<Statistics*>(p.totals + sizes[kSamples] * sizes[kGroups] * kLine);
+    p.statistics = reinterpret_cast<Statistics*>(p.totals + sizes[kSamples] * sizes[kGroups] * kTotalsStride);
     p.eps = float(eps);
     return p;
 }
@@ -1265,11 +1270,10 @@ template <typename T> struct BackwardArguments : ConvArguments {
 
 // A block of differentiate_rows has rows [first_row, last_row) of a sample's x. Their gradient needs dh of these rows
 // and of the two above, so dh begins at first_dh_row.
-struct Piece { int sample, first_row, last_row, first_dh_row; };
+struct RowBand { int sample, first_row, last_row, first_dh_row; };
 
-template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
 // h and grad of a warp of `make_dh`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
-template <typename T> struct alignas(16) Fetched { Pair<T> h[4][kMostColumns / 2], grad[4][kMostColumns / 2]; };
+template <typename T> struct alignas(16) Fetched { Pack<T, 2> h[4][kMostColumns / 2], grad[4][kMostColumns / 2]; };
 
 struct alignas(16) GradientTile {
     uint4 x[kSlots][2 * kPlane];  // [row % kSlots][cells of hi, then of lo]
@@ -1281,18 +1285,14 @@ struct alignas(16) GradientTile {
     uint64_t full[2], empty[2];  // rows of dh, and the rows of x that they are multiplied by
 };
 
+#define LDMATRIX(transposed)                                                                      \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" transposed ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])                                      \
+        : "r"(shared_address(from))                                                               \
+        : "memory")
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
-    if constexpr (TRANSPOSED) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(shared_address(from))
-            : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(shared_address(from))
-            : "memory");
-    }
+    if constexpr (TRANSPOSED) LDMATRIX(".trans");
+    else LDMATRIX("");
 }
 // d += a * b, by a warp: 16 rows, 8 columns, 16 of K.
 __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
@@ -1356,7 +1356,7 @@ __global__ void __launch_bounds__(32 * kMostOut)
 // By all threads of differentiate_rows: fills the tile with zeros, then stores the channels, the scales, and the
 // weights, which are divided by the scale that dh of their output channel has.
 template <typename T>
-__device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+__device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const RowBand& band) {
     constexpr int kWords = (sizeof(GradientTile) + kWarps * sizeof(Fetched<T>)) / sizeof(uint4);
     uint4* const words = reinterpret_cast<uint4*>(&tile);
     for (int i = threadIdx.x; i < kWords; i += kRowsThreads) words[i] = make_uint4(0, 0, 0, 0);
@@ -1367,7 +1367,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     }
     prepare_scales<T, false>(p, tile.scales);
     for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
-        tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
+        tile.channels[o] = p.channels[int64_t(band.sample) * p.out_channels + o];
     }
     __syncthreads();
     // x's gradient comes out times this scale: the largest with which no weight, divided by its dh_scale, overflows
@@ -1378,7 +1378,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     }
     grad_x_scale = fmaxf(grad_x_scale, 0x1p-126f);
     if (threadIdx.x == 0) {
-        tile.x_scale = scale_below_overflow(__uint_as_float(p.largest[piece.sample]));
+        tile.x_scale = scale_below_overflow(__uint_as_float(p.largest[band.sample]));
         tile.grad_x_scale = grad_x_scale;
     }
     // B of mma.sync. A lane has input channel lane / 4 and output channels o, o + 1, o + 8 and o + 9 of 16.
@@ -1402,18 +1402,17 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
 
 // Eight warps, of four output channels each: they store dh of a row, and a row of x, as fp16 in shared memory, and add
 // up q and q * h. A lane has two neighbouring columns of every 64. As soon as it has used their h and grad, it starts
-// to copy those of the next row. It waits until `multiply` has read the row before the last (empty), and wakes it
-// (full).
+// to copy those of the next row.
 template <typename T>
 __device__ __forceinline__ void make_dh(
-    const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
+    const BackwardArguments<T>& p, GradientTile& tile, const RowBand& band, Fetched<T>& fetched) {
     fewer_registers<kMakerRegisters>();
     const int first = threadIdx.x / 32 % kWarps * 4;  // channel of the warp
     const int lane = threadIdx.x % 32;
     const int plane = p.rows * p.columns;
     const int channels = min(p.out_channels - first, 4);
-    const int end = min(piece.last_row, p.rows);
-    const int64_t begin = (int64_t(piece.sample) * p.out_channels + first) * plane;
+    const int end = min(band.last_row, p.rows);
+    const int64_t begin = (int64_t(band.sample) * p.out_channels + first) * plane;
     const T* const warp_h = p.h + begin;
     const T* const warp_grad = static_cast<const T*>(p.grad) + begin;
     const auto fetch = [&](int row, unsigned pair) {
@@ -1422,8 +1421,8 @@ __device__ __forceinline__ void make_dh(
         asm("" : "+l"(h), "+l"(grad));  // keeps the compiler from computing both anew for each copy: saves 1%
         for (int k = 0; k < 4 && row < end; ++k) {
             if (k >= channels || int(2 * pair) >= p.columns) continue;
-            __pipeline_memcpy_async(&fetched.h[k][pair], h + k * plane, sizeof(Pair<T>));
-            __pipeline_memcpy_async(&fetched.grad[k][pair], grad + k * plane, sizeof(Pair<T>));
+            __pipeline_memcpy_async(&fetched.h[k][pair], h + k * plane, sizeof(Pack<T, 2>));
+            __pipeline_memcpy_async(&fetched.grad[k][pair], grad + k * plane, sizeof(Pack<T, 2>));
         }
         __pipeline_commit();
     };
@@ -1432,25 +1431,27 @@ __device__ __forceinline__ void make_dh(
     T x[kMostIn];
     const auto load_x = [&](int row) {
         const int in = column < p.width && row < p.height ? p.in_channels : 0;
-        const T* const from = static_cast<const T*>(p.x) + p.x_at(piece.sample, 0, row, column);
+        const T* const from = static_cast<const T*>(p.x) + p.x_at(band.sample, 0, row, column);
         for (int i = 0; i < kMostIn; ++i) x[i] = i < in ? __ldg(from + i * image) : from_float<T>(0.0f);
     };
     const auto store_x = [&](int row) {
         uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
-        split_pixel(x, tile.x_scale, to[0], to[kPlane], false);
+        float scaled[kMostIn];
+        for (int i = 0; i < kMostIn; ++i) scaled[i] = to_float(x[i]) * tile.x_scale;
+        split_pixel(scaled, to[0], to[kPlane]);
     };
     // In registers: in bfloat16 a training step takes 0.94 of the time that it takes with these in shared memory.
     Channel own[4];
     for (int k = 0; k < 4; ++k) own[k] = tile.channels[first + k];
     float sums[2][4] = {};  // of q and of q * h, by channel
-    for (int i = 0; i < 4; ++i) fetch(piece.first_dh_row, lane + 32 * i);
-    for (int row = piece.first_dh_row; row < piece.first_dh_row + 2; ++row) {
+    for (int i = 0; i < 4; ++i) fetch(band.first_dh_row, lane + 32 * i);
+    for (int row = band.first_dh_row; row < band.first_dh_row + 2; ++row) {
         load_x(row);
         store_x(row);
     }
-    for (int row = piece.first_dh_row; row < piece.last_row; ++row) {
+    for (int row = band.first_dh_row; row < band.last_row; ++row) {
         load_x(row + 2);
-        mbarrier_wait(&tile.empty[row & 1], ((row - piece.first_dh_row) / 2 & 1) ^ 1);
+        mbarrier_wait(&tile.empty[row & 1], ((row - band.first_dh_row) / 2 & 1) ^ 1);
         float of_row[2][4] = {};
 #pragma unroll 1
         for (unsigned pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
@@ -1459,11 +1460,11 @@ __device__ __forceinline__ void make_dh(
                 float dh[2][4];
                 for (int k = 0; k < 4; ++k) {
                     const Channel& c = own[k];
-                    const Pair<T> two_h = fetched.h[k][pair];
-                    const Pair<T> two_grads = fetched.grad[k][pair];
+                    const Pack<T, 2> two_h = fetched.h[k][pair];
+                    const Pack<T, 2> two_grads = fetched.grad[k][pair];
                     for (int i = 0; i < 2; ++i) {
-                        const float h = to_float(i == 0 ? two_h.a : two_h.b);
-                        const float grad = to_float(i == 0 ? two_grads.a : two_grads.b);
+                        const float h = to_float(two_h.value[i]);
+                        const float grad = to_float(two_grads.value[i]);
                         const float q = c.template q<T>(h, grad);
                         of_row[0][k] += q;
                         of_row[1][k] = fmaf(q, h, of_row[1][k]);
@@ -1482,7 +1483,7 @@ __device__ __forceinline__ void make_dh(
             fetch(row + 1, pair);
         }
         if (row < p.rows) store_x(row + 2);
-        for (int k = 0; k < 8 && row >= piece.first_row; ++k) sums[k / 4][k % 4] += of_row[k / 4][k % 4];
+        for (int k = 0; k < 8 && row >= band.first_row; ++k) sums[k / 4][k % 4] += of_row[k / 4][k % 4];
         mbarrier_arrive(&tile.full[row & 1]);
     }
     // This warp's row of the vectors' gradients: (bias, scale, gamma, beta) by output channel, 0 for other warps'
@@ -1490,7 +1491,7 @@ __device__ __forceinline__ void make_dh(
     float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
     for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;
     __syncwarp();
-    const bool is_first_band = piece.first_row == 0;  // it alone adds gamma's and beta's, which are of the whole sample
+    const bool is_first_band = band.first_row == 0;  // it alone adds gamma's and beta's, which are of the whole sample
     for (int k = 0; k < 4; ++k) {
         const Channel& c = tile.channels[first + k];
         const float of_bias = sum_of_lanes(sums[0][k], 32) * c.rstd * c.scale;
@@ -1589,15 +1590,15 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
 // row.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
-    const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
-    for (int k = 0; k < 4 && row >= piece.first_row; ++k) {
+    const BackwardArguments<T>& p, const RowBand& band, int row, float factor, float (&total)[3][2][4]) {
+    for (int k = 0; k < 4 && row >= band.first_row; ++k) {
         const int pair = k / 2, i = k % 2;  // of columns, and the channel
         const int in = threadIdx.x % 4 * 2 + i;
         const int column = threadIdx.x / 4 * 4 + pair * 2;
         if (in >= p.in_channels || column >= p.width) continue;
         const float a = total[0][pair][i] * factor;
         const float b = total[0][pair][2 + i] * factor;
-        Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece.sample, in, row, column));
+        auto* const to = reinterpret_cast<Pack<T, 2>*>(p.grad_x + p.x_at(band.sample, in, row, column));
         *to = {from_float<T>(a), from_float<T>(b)};
     }
     for (int k = 0; k < 8; ++k) {
@@ -1608,22 +1609,22 @@ __device__ __forceinline__ void store_grad_x(
 }
 
 // Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers to
-// the end. They wait for a row of dh (full), and wake `make_dh` (empty).
+// the end.
 template <typename T>
-__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const RowBand& band) {
     more_registers<kMultiplierRegisters>();
     float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
     const float grad_x_factor = 1 / tile.grad_x_scale;
-    for (int row = piece.first_dh_row; row < piece.last_row; ++row) {
-        mbarrier_wait(&tile.full[row & 1], (row - piece.first_dh_row) / 2 & 1);
+    for (int row = band.first_dh_row; row < band.last_row; ++row) {
+        mbarrier_wait(&tile.full[row & 1], (row - band.first_dh_row) / 2 & 1);
         if (row < p.rows && p.grad_x != nullptr) add_to_x<kHasLow<T>>(tile, row, grad_x);
-        if (row < p.rows && row >= piece.first_row) add_to_weights<kHasLow<T>>(tile, row, weights);
+        if (row < p.rows && row >= band.first_row) add_to_weights<kHasLow<T>>(tile, row, weights);
         mbarrier_arrive(&tile.empty[row & 1]);
-        if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
+        if (p.grad_x != nullptr) store_grad_x(p, band, row, grad_x_factor, grad_x);
     }
     const int lane = threadIdx.x % 32;
     float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
-    const bool remade = p.remade[piece.sample];  // then differentiate_plainly computes this gradient
+    const bool remade = p.remade[band.sample];  // then differentiate_plainly computes this gradient
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
         const float unscale = 1 / tile.channels[o].dh_scale * (1 / tile.x_scale);
@@ -1645,14 +1646,14 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
     extern __shared__ uint4 shared[];
     GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
-    const int band = blockIdx.x % bands;
-    const int first_row = p.height * band / bands;
-    const int last_row = p.height * (band + 1) / bands;
-    const Piece piece = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
-    prepare_tile(p, tile, piece);
+    const int number = blockIdx.x % bands;  // of the band, in its sample
+    const int first_row = p.height * number / bands;
+    const int last_row = p.height * (number + 1) / bands;
+    const RowBand band = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
+    prepare_tile(p, tile, band);
     Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
-    if (threadIdx.x >= 32 * kWarps) make_dh(p, tile, piece, *fetched);
-    else multiply(p, tile, piece);
+    if (threadIdx.x >= 32 * kWarps) make_dh(p, tile, band, *fetched);
+    else multiply(p, tile, band);
 #endif
 }
 
@@ -1714,7 +1715,7 @@ __global__ void __launch_bounds__(1024) add_rows(const float* sums, int64_t rows
 }
 
 // Bands of a sample in differentiate_rows, a block each. All samples' bands together are no more than the
-// multiprocessors, and a band has eight rows or more; but a sample has at least one band.
+// multiprocessors, and a band, of whose rows two are computed twice, has eight or more; but a sample has at least one.
 static int bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
@@ -1841,8 +1842,8 @@ bool fits(const Tensor& x, bool recorded) {
     return !recorded || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
 }
 
-// The output, and 34 8-byte words for each group: first the totals of all groups, kLine (32) words each, and behind
-// them their statistics, two words each.
+// The output, and 34 8-byte words for each group: first the totals of all groups, kTotalsStride (32) words each, and
+// behind them their statistics, two words each.
 Pair forward_meta(at::TensorList tensors, int64_t groups, double) {
     const Tensor &x = tensors[kInput], &weight = tensors[kWeight];
     const c10::SymInt samples = x.sym_size(0), rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
