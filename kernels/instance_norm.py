@@ -85,7 +85,7 @@ template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloa
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
 // In the forward (OPERANDS = 1) a pack of x; in the backward (OPERANDS = 2) also the pack of g at the same place.
-template <typename T, int V, int OPERANDS> struct Place { Pack<T, V> of[OPERANDS]; };
+template <typename T, int V, int OPERANDS> struct Operands { Pack<T, V> pack[OPERANDS]; };
 
 template <typename T> struct Task {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
@@ -124,7 +124,7 @@ template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #endif
 }
 
-template <typename T, int V, bool RAGGED> struct Span {
+template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
     // base: the index in the tensor of pack 0's first value. head: how many of pack 0's values lie before the slice.
     // tail: how many of the last pack's values lie before the slice's end.
     int64_t base = 0;
@@ -140,6 +140,10 @@ template <typename T, int V, bool RAGGED> struct Span {
         packs = int((head + task.n + V - 1) / V);
         if (RAGGED) tail = int(uint64_t(head + task.n - 1) % V) + 1;
     }
+    // The part of a slice that a thread has in shared memory: `values` values from the index `begin` on.
+    __device__ Span(int begin, int values) : base(begin), packs((values + V - 1) / V) {
+        if (RAGGED) tail = values - (packs - 1) * V;
+    }
     // Bit i of the mask says whether value i of pack p belongs to the slice.
     __device__ unsigned mask(int p) const {
         if (!RAGGED) return kWholePack<V>;
@@ -151,7 +155,10 @@ template <typename T, int V, bool RAGGED> struct Span {
     template <bool ASYNC> __device__ void load(const Task<T>& task, Pack<T, V>& to, int o, int p) const {
         const int64_t at = base + int64_t(p) * V;
         const T* const from = task.from[o] + at;
-        if (RAGGED && at + V > task.slices * task.n) {
+        if constexpr (!ALIGNED) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // also those past the end, which the mask leaves out
+        } else if (RAGGED && at + V > task.slices * task.n) {
             // The tensor ends inside this pack. Load only the values that exist, and at once even if ASYNC. The mask
             // leaves out the others.
 #pragma unroll
@@ -168,7 +175,7 @@ template <typename T, int V, bool RAGGED> struct Span {
     __device__ void store(const Task<T>& task, const Pack<T, V>& pack, int p) const {
         T* const to = task.to + base + int64_t(p) * V;
         const unsigned mask = this->mask(p);
-        if (mask == kWholePack<V>) {
+        if (ALIGNED && mask == kWholePack<V>) {
             *reinterpret_cast<Pack<T, V>*>(to) = pack;
             return;
         }
@@ -188,25 +195,25 @@ template <typename T, int V, bool RAGGED> struct Span {
 // bit i of `mask` says whether value i belongs to the slice; otherwise all values do. The products of a pack of 16
 // bytes are added to each other first, and then once to `sum`, so that fewer roundings follow each other.
 template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline__ void add_products(
-    float* sum, const Place<T, V, OPERANDS>& place, unsigned mask, const float (&shift)[OPERANDS]) {
+    float* sum, const Operands<T, V, OPERANDS>& operands, unsigned mask, const float (&shift)[OPERANDS]) {
     constexpr bool kWhole = V == kValues16<T>;
-    float of_place[2 * OPERANDS] = {};
-    float* const to = kWhole ? of_place : sum;
+    float of_pack[2 * OPERANDS] = {};
+    float* const to = kWhole ? of_pack : sum;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
         if (RAGGED && !(mask >> i & 1)) continue;
-        const float d = value_of(place.of[0], i) - shift[0];
+        const float d = value_of(operands.pack[0], i) - shift[0];
         to[0] += d;
         to[1] = fmaf(d, d, to[1]);
         if constexpr (OPERANDS == 2) {
-            const float e = value_of(place.of[1], i) - shift[1];
+            const float e = value_of(operands.pack[1], i) - shift[1];
             to[2] += e;
             to[3] = fmaf(d, e, to[3]);
         }
     }
 #pragma unroll
     for (int k = 0; k < 2 * OPERANDS; ++k) {
-        if constexpr (kWhole) sum[k] += of_place[k];
+        if constexpr (kWhole) sum[k] += of_pack[k];
     }
 }
 
@@ -221,14 +228,14 @@ template <int OPERANDS> struct Norm {
 
     // sum: the slice's sums of d, d * d / n and, in the backward, e and d * e / n, around `shift`.
     template <typename Real> __device__ void set(
-        const Real (&sum)[2 * OPERANDS], const Real (&shift)[OPERANDS], Real inverse_n, float eps) {
+        const Real (&sum)[2 * OPERANDS], const float (&shift)[OPERANDS], Real inverse_n, float eps) {
         Real difference[OPERANDS];  // from the shift to the mean
         float residual[OPERANDS];
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
             difference[o] = sum[2 * o] * inverse_n;
             mean[o] = float(shift[o] + difference[o]);
-            residual[o] = float(difference[o] - (mean[o] - shift[o]));
+            residual[o] = float(difference[o] - (Real(mean[o]) - shift[o]));
         }
         const float variance = float(sum[1] - difference[0] * difference[0]);
         rstd = rsqrtf((variance < 0 ? 0 : variance) + eps);  // not fmaxf, which would drop a NaN
@@ -239,15 +246,15 @@ template <int OPERANDS> struct Norm {
             offset = residual[0] * slope - residual[1];
         }
     }
-    template <typename T, int V> __device__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
+    template <typename T, int V> __device__ Pack<T, V> operator()(const Operands<T, V, OPERANDS>& operands) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            const float d = value_of(place.of[0], i) - mean[0];
+            const float d = value_of(operands.pack[0], i) - mean[0];
             if constexpr (OPERANDS == 1) {
                 out.value[i] = from_float<T>(fmaf(d, rstd, offset));
             } else {
-                const float e = value_of(place.of[1], i) - mean[1];
+                const float e = value_of(operands.pack[1], i) - mean[1];
                 out.value[i] = from_float<T>(fmaf(d, -slope, e + offset) * rstd);
             }
         }
@@ -257,17 +264,17 @@ template <int OPERANDS> struct Norm {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Small slices are kept in registers: up to 64 KiB (backward 32). A group of 1 to 512 threads, a power of two, has a
-// slice, and each of its threads up to ITEMS places of it. (If slices have one or two packs, a group has two slices,
-// and a thread one place of each.) A warp has up to 64 slices, so enough bytes are in flight even if those are small.
-// All is computed in float. The group first computes its shifts: the means of a sample of the values. Then it computes
-// the sums around the shifts, and from these the Norm.
+// slice, and each of its threads up to PACKS packs of it. (If slices have one or two packs, a group has two slices,
+// and a thread one pack of each: 4 x 4 in bfloat16 takes 0.92 of the time.) All is computed in float. The group first
+// computes its shifts: the means of a sample of the values. Then it computes the sums around the shifts, and from these
+// the Norm.
 //
 // In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
-// 16 bits only the first place of each thread is in the sample. This is enough: if k of n values are in it, the shift
-// differs from the mean by at most s / sqrt(k), where s^2 is the sum of (x - mean)^2 over the slice. So the sum of
-// d * d is at most (1 + n / k) * s^2, and n / k is at most 16. (Where pack 0 has neighbours' values, the slice's first
-// value counts in their place, and the factor is at most 23.) To subtract the mean's part costs less than 5 of a
-// float's 24 bits, whatever the values are. If all values are equal, the shift is that value, and the output 0.
+// 16 bits only the first pack of each thread is in the sample. This is enough: if k of n values are in it, the shift
+// differs from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d
+// is at most (1 + n / k) * v, and n / k is at most 16. (Where pack 0 has neighbours' values, the slice's first value
+// counts in their place, and the factor is at most 23.) To subtract the mean's part costs less than 5 of a float's 24
+// bits, whatever the values are. If all values are equal, the shift is that value, and the output 0.
 //
 // Slices of up to 240 values that are RAGGED in packs of 16 bytes have few packs, and share most with neighbours. They
 // go through shared memory (STAGED). The slices of a block are neighbours: they are one run of memory, which all
@@ -279,14 +286,15 @@ template <int OPERANDS> struct Norm {
 //            |            taken by the thread that has them      an odd number, so that lanes read different banks
 //      registers          group 0   group 1   group 2
 //
-// A thread puts its outputs where its values were. Then the run is copied back. If 8 bytes divide a slice of 16-bit
-// values, it is taken in packs of 8 bytes, up to 8 KiB; those of more than 240 values straight from global memory.
+// A thread's values there are a span of their own, RAGGED only at its end. The thread puts its outputs where its values
+// were. Then the run is copied back. If 8 bytes divide a slice of 16-bit values, it is taken in packs of 8 bytes, up to
+// 8 KiB; those of more than 240 values straight from global memory.
 
-constexpr int kMaxGroup = 512;  // the most threads of a group
-constexpr int kHeld = 8;  // the packs of 16 bytes that a thread holds: of x, in the backward 4 of x and 4 of g
+constexpr int kMaxGroupThreads = 512;
+constexpr int kHeldBytes = 128;  // that a thread holds: of x, in the backward half of x and half of g
 // The most values of a STAGED slice. Larger 16-bit slices would take longer that way (17 x 17: 1.2 times the time). Its
 // group has at most 8 threads, so a block has 16 slices or a multiple, and all runs begin on 16 bytes.
-constexpr int kLargestRun = 240;
+constexpr int kMaxStagedValues = 240;
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it.
 // Neighbours get the same bits, since in every step two lanes exchange their values, and a + b = b + a.
@@ -301,7 +309,7 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
 // up. A kernel may call this only once for each COUNT: all calls with one COUNT share of_warp, so a second one could
 // overwrite what a slow warp still reads.
 template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int threads) {
-    __shared__ float of_warp[kMaxGroup / 32][COUNT];
+    __shared__ float of_warp[kMaxGroupThreads / 32][COUNT];
     if (threads <= 32) return add_over_lanes(value, threads);
     const int warps = threads / 32, first_warp = (threadIdx.x & -threads) / 32;
     add_over_lanes(value, 32);
@@ -318,9 +326,9 @@ template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int t
 // Makes the compiler believe that the packs changed, by empty assembly that claims to write them. Otherwise it would
 // convert the values once, for the sums, and keep the floats until the output. There are too few registers for that, so
 // it would spill them. If a thread has at most 16 values, it may keep them.
-template <typename T, int V, int OPERANDS, int SLICES, int ITEMS> __device__ __forceinline__ void make_opaque(
-    Place<T, V, OPERANDS> (&held)[SLICES][ITEMS]) {
-    if constexpr (ITEMS * OPERANDS * V > 16) {
+template <typename T, int V, int OPERANDS, int PACKS> __device__ __forceinline__ void make_opaque(
+    Operands<T, V, OPERANDS> (&held)[PACKS]) {
+    if constexpr (PACKS * OPERANDS * V > 16) {
         uint32_t* const words = reinterpret_cast<uint32_t*>(held);
 #pragma unroll
         for (int i = 0; i < int(sizeof(held) / 4); ++i) asm volatile("" : "+r"(words[i]));
@@ -329,150 +337,113 @@ template <typename T, int V, int OPERANDS, int SLICES, int ITEMS> __device__ __f
 
 // The block's threads copy a run of `values` values to shared memory, or back: whole packs of 16 bytes, and the values
 // that are left over one by one. Only the tensor's last run has such values.
-template <typename T> __device__ void copy_in(T* shared, const T* from, int values) {
-    constexpr int V = kValues16<T>;
-    for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) copy_async(shared + i, from + i);
-    for (int i = values / V * V + threadIdx.x; i < values; i += blockDim.x) shared[i] = from[i];
-}
-template <typename T> __device__ void copy_out(T* to, const T* shared, int values) {
+template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from, int values) {
     constexpr int V = kValues16<T>;
     for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) {
-        *reinterpret_cast<Pack<T, V>*>(to + i) = *reinterpret_cast<const Pack<T, V>*>(shared + i);
+        if constexpr (ASYNC) copy_async(to + i, from + i);
+        else *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
     }
-    for (int i = values / V * V + threadIdx.x; i < values; i += blockDim.x) to[i] = shared[i];
-}
-
-// Computes the Norms of the slices of a group of `threads` threads. each(use) calls use(s, i, at, mask) for each place,
-// the i-th that the thread holds of its s-th slice. On entry shift has the slices' first values.
-template <bool RAGGED, typename T, int V, int OPERANDS, int SLICES, int ITEMS, typename Each>
-__device__ __forceinline__ void set_norms(Norm<OPERANDS> (&norm)[SLICES], float (&shift)[SLICES][OPERANDS],
-    Place<T, V, OPERANDS> (&held)[SLICES][ITEMS], const Each& each, const Task<T>& task, int threads) {
-    constexpr int kSums = 2 * OPERANDS;
-    constexpr int kSample = sizeof(T) == 4 ? ITEMS : 1;  // the places of a thread that are in the sample
-    // Move the shifts to the means of the sample. Each thread divides its sum, since the total could overflow.
-    float of_sample[SLICES][kSums] = {};  // only the sums of d and e are used: the compiler drops the others
-    each([&](int s, int i, int, unsigned mask) {
-        if (i < kSample) add_products<RAGGED>(of_sample[s], held[s][i], mask, shift[s]);
-    });
-    const float inverse_sample = __fdividef(1, float(min(int64_t(threads * kSample * V), task.n)));
-    float difference[SLICES * OPERANDS];
-#pragma unroll
-    for (int k = 0; k < SLICES * OPERANDS; ++k) {
-        difference[k] = of_sample[k / OPERANDS][2 * (k % OPERANDS)] * inverse_sample;
-    }
-    add_over_group(difference, threads);
-#pragma unroll
-    for (int k = 0; k < SLICES * OPERANDS; ++k) shift[k / OPERANDS][k % OPERANDS] += difference[k];
-    make_opaque(held);
-
-    const float inverse_n = float(task.inverse_n);
-    float sum[SLICES][kSums] = {};
-    each([&](int s, int i, int, unsigned mask) { add_products<RAGGED>(sum[s], held[s][i], mask, shift[s]); });
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-#pragma unroll
-        for (int k = 1; k < kSums; k += 2) sum[s][k] *= inverse_n;  // d * d and d * e: their totals could overflow
-        // The sums of d and e are divided by n after they are added up. If each thread divided its own, sums of the
-        // smallest floats would be rounded to 0.
-        add_over_group(sum[s], threads);
-        norm[s].set(sum[s], shift[s], inverse_n, task.eps);
-    }
-    make_opaque(held);
+    for (int i = values / V * V + threadIdx.x; i < values; i += blockDim.x) to[i] = from[i];
 }
 
 constexpr int kBlock = 128;  // the threads of a block, unless a group has more
 // The threads that an SM must have room for if each holds so many bytes. It has 65536 registers: 40, 64 or 96 a thread.
-template <size_t BYTES> constexpr int kThreads = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
+template <size_t BYTES> constexpr int kThreadsOfSm = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
 
-template <typename T, int V, int OPERANDS, int SLICES, int ITEMS, bool RAGGED, bool STAGED,
-    int BLOCK = STAGED ? kBlock : kMaxGroup>
-__global__ void __launch_bounds__(BLOCK, kThreads<sizeof(T) * V * OPERANDS * SLICES * ITEMS> / BLOCK)
+template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED,
+    int BLOCK = STAGED ? kBlock : kMaxGroupThreads>
+__global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS * SLICES * PACKS> / BLOCK)
     norm_in_registers(const Task<T> task, int log_threads) {
+    constexpr int kSums = 2 * OPERANDS;
+    constexpr int kSample = sizeof(T) == 4 ? PACKS : 1;  // the packs of a thread that are in the sample
     // threads: the number of threads in a group. member: the thread's number in its group. groups: the number of groups
-    // in the block. The group has slice first_slice + group and, if SLICES is 2, slice first_slice + group + groups.
+    // in the block. group: the number of the thread's group.
     const int threads = 1 << log_threads, member = threadIdx.x & (threads - 1);
     const int groups = blockDim.x >> log_threads, group = threadIdx.x >> log_threads;
-    const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES;
-    Span<T, V, RAGGED> span[SLICES];
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-        // If SLICES is 2, a group past the tensor's end computes the last slice once more, and stores the same bits.
-        const int64_t slice = first_slice + group + s * groups;
-        span[s] = Span<T, V, RAGGED>(task, SLICES > 1 ? min(slice, task.slices - 1) : slice);
-    }
-
-    // If STAGED: `run` has the block's slices of x and, in the backward, of g. The thread has at most `share` values of
-    // its slice, from value `first` on: an odd number of packs or, if RAGGED, of single values. It really has `count`,
-    // and bit k of `valid` says whether it has a k-th one.
-    extern __shared__ uint4 shared[];
-    T* const run = reinterpret_cast<T*>(shared);
-    const int n = int(task.n), run_values = groups * n;
-    T* const own = run + group * n;  // the group's slice of x
+    const int64_t block_slice = int64_t(blockIdx.x) * groups * SLICES;  // the block's first slice
+    const int n = int(task.n);
+    Task<T> source = task;  // if STAGED, the block's slices, in shared memory
+    // If STAGED, a thread has this many of a slice's values, or fewer: an odd number of packs or, if RAGGED, of values.
     constexpr int kUnit = RAGGED ? 1 : V;
-    const int share = (((n / kUnit + threads - 1) >> log_threads) | 1) * kUnit, first = member * share;
-    const int count = span[0].packs > 0 ? max(min(n - first, share), 0) : 0;
-    const uint64_t valid = (uint64_t(1) << (count & 63)) - 1;  // used if RAGGED: then `share` is at most 63
-    const int64_t begin = first_slice * task.n;
-    const int values = int(min(int64_t(run_values), task.slices * task.n - begin));  // fewer in the tensor's last run
+    const int share = (((n / kUnit + threads - 1) >> log_threads) | 1) * kUnit;
     if constexpr (STAGED) {
+        extern __shared__ __align__(128) uint4 shared[];
+        source.slices = min(int64_t(groups), task.slices - block_slice);
+        source.to = reinterpret_cast<T*>(shared);
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) copy_in(run + o * run_values, task.from[o] + begin, values);
+        for (int o = 0; o < OPERANDS; ++o) {
+            T* const run = source.to + o * groups * n;
+            copy_run<true>(run, task.from[o] + block_slice * task.n, int(source.slices) * n);
+            source.from[o] = run;
+        }
         end_group_and_wait<0>();
         __syncthreads();
     }
-    // Calls use(s, i, at, mask) for each place of the thread, the i-th of its s-th slice. at: the number of the place's
-    // pack in the slice or, if STAGED, of its first value. mask: which of its values belong to the slice.
-    const auto each = [&](const auto& use) {
+    Span<T, V, RAGGED, !(STAGED && RAGGED)> span[SLICES];
+    Operands<T, V, OPERANDS> held[SLICES][PACKS];
+    if constexpr (STAGED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
+    // Calls use(i, p) for each pack that the thread has of its s-th slice: its i-th, which is the span's p-th. If there
+    // are two slices, it has one of both: a group past the tensor's end takes the last slice again, for the same bits.
+    const auto each = [&](int s, const auto& use) {
 #pragma unroll
-        for (int s = 0; s < SLICES; ++s) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                if constexpr (!STAGED) {
-                    const int p = member + i * threads;
-                    if (SLICES > 1 || p < span[s].packs) use(s, i, p, span[s].mask(p));
-                } else if (i * V < (RAGGED ? share : count)) {
-                    use(s, i, first + i * V, RAGGED ? unsigned(valid >> (i * V)) & kWholePack<V> : kWholePack<V>);
-                }
-            }
+        for (int i = 0; i < PACKS; ++i) {
+            const int p = STAGED ? i : member + i * threads;
+            if (SLICES > 1 || p < span[s].packs) use(i, p);
         }
     };
-    float first_value[SLICES][OPERANDS];
+    float shift[SLICES][OPERANDS];
 #pragma unroll
-    for (int k = 0; k < SLICES * OPERANDS; ++k) {
-        const int s = k / OPERANDS, o = k % OPERANDS;
-        const T* const slice = STAGED ? own + o * run_values : task.from[o] + span[s].base + span[s].head;
-        first_value[s][o] = span[s].packs > 0 ? to_float(*slice) : 0;
+    for (int s = 0; s < SLICES; ++s) {
+        if constexpr (STAGED) {
+            const int first = min(member * share, n);
+            span[s] = {group * n + first, group < source.slices ? min(n - first, share) : 0};
+        } else {
+            const int64_t slice = block_slice + s * groups + group;
+            span[s] = {task, SLICES > 1 ? min(slice, task.slices - 1) : slice};
+        }
+        each(s, [&](int i, int p) {
+#pragma unroll
+            for (int o = 0; o < OPERANDS; ++o) span[s].template load<false>(source, held[s][i].pack[o], o, p);
+        });
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) {  // at first the shift is the slice's first value
+            const int64_t first_value = STAGED ? group * n : span[s].base + span[s].head;
+            shift[s][o] = STAGED || span[s].packs > 0 ? to_float(source.from[o][first_value]) : 0;
+        }
     }
-    Place<T, V, OPERANDS> held[SLICES][ITEMS];
-    if constexpr (STAGED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
-    each([&](int s, int i, int at, unsigned) {
-#pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {
-            Pack<T, V>& pack = held[s][i].of[o];
-            const T* const from = own + o * run_values + at;
-            if constexpr (!STAGED) span[s].template load<false>(task, pack, o, at);
-            else if constexpr (!RAGGED) pack = *reinterpret_cast<const Pack<T, V>*>(from);
-#pragma unroll
-            for (int v = 0; STAGED && RAGGED && v < V; ++v) {
-                pack.value[v] = from[v];  // also what is beyond the thread's values: the mask leaves it out
-            }
-        }
-    });
     if constexpr (STAGED) __syncthreads();  // no thread may store outputs before all have loaded
-    Norm<OPERANDS> norm[SLICES];
-    set_norms<RAGGED>(norm, first_value, held, each, task, threads);
-    each([&](int s, int i, int at, unsigned mask) {
-        const Pack<T, V> out = norm[s](held[s][i]);
-        if constexpr (!STAGED) span[s].store(task, out, at);
-        else if constexpr (!RAGGED) *reinterpret_cast<Pack<T, V>*>(own + at) = out;
 #pragma unroll
-        for (int v = 0; STAGED && RAGGED && v < V; ++v) {
-            if (mask >> v & 1) own[at + v] = out.value[v];
-        }
-    });
+    for (int s = 0; s < SLICES; ++s) {
+        // Move the shifts to the means of the sample. Each thread divides its sum, since the total could overflow.
+        float of_sample[kSums] = {};  // only the sums of d and e are used: the compiler drops the others
+        each(s, [&](int i, int p) {
+            if (i < kSample) add_products<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
+        });
+        const float inverse_sample = __fdividef(1, float(min(int64_t(threads * kSample * V), task.n)));
+        float difference[OPERANDS];
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) difference[o] = of_sample[2 * o] * inverse_sample;
+        add_over_group(difference, threads);
+#pragma unroll
+        for (int o = 0; o < OPERANDS; ++o) shift[s][o] += difference[o];
+        make_opaque(held[s]);
+
+        const float inverse_n = float(task.inverse_n);
+        float sum[kSums] = {};
+        each(s, [&](int i, int p) { add_products<RAGGED>(sum, held[s][i], span[s].mask(p), shift[s]); });
+#pragma unroll
+        for (int k = 1; k < kSums; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
+        // The sums of d and e are divided by n after they are added up. If each thread divided its own, sums of the
+        // smallest floats would be rounded to 0.
+        add_over_group(sum, threads);
+        Norm<OPERANDS> norm;
+        norm.set(sum, shift[s], inverse_n, task.eps);
+        make_opaque(held[s]);
+        each(s, [&](int i, int p) { span[s].store(source, norm(held[s][i]), p); });
+    }
     if constexpr (STAGED) {
         __syncthreads();
-        copy_out(task.to + begin, run, values);
+        copy_run<false>(task.to + block_slice * task.n, source.to, int(source.slices) * n);
     }
 }
 
@@ -483,13 +454,14 @@ __global__ void __launch_bounds__(BLOCK, kThreads<sizeof(T) * V * OPERANDS * SLI
 //      tile    0   1   2   3   4   5   6   7   8  ...      tile = 3 * slice + index; here a slice has 3 tiles
 //      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...: one in a round
 //
-//      3 buffers      round 0     1         2         3         4         5
-//      1st tile       arrives   summed     waits    written                            A tile arrives in the buffer
+//      3 stages       round 0     1         2         3         4         5
+//      1st tile       arrives   summed     waits    written                            A tile arrives in the stage
 //      2nd tile                 arrives   summed     waits    written                  from which another tile is
 //      3rd tile                           arrives   summed     waits    written        written in the same round.
 //
-// A block's last warp is its reducer, the others are workers. Each worker warp has kItems * 32 packs of every tile, and
-// each lane has every 32nd of them. In a round a worker thread goes over its kItems packs once. At each of them it
+// A stage is a part of shared memory that has room for one tile of each operand. A block's last warp is its reducer,
+// the others are workers. A worker warp has PACKS * 32 packs of every tile, and each lane has every 32nd of them. In a
+// round a worker thread goes over its packs once. At each of them it
 //   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
 //   2. reads the tile that is written from shared memory, and writes its output to global memory;
 //   3. begins to copy the tile that arrives from global memory to where step 2 has read;
@@ -500,10 +472,8 @@ __global__ void __launch_bounds__(BLOCK, kThreads<sizeof(T) * V * OPERANDS * SLI
 // tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace. Each section
 // begins on a 128-byte line.
 //
-// So between the sums of a tile and its output a block has a round of other work (two with 4 buffers), and it loses no
-// time if other blocks are a little late. Copies and stores are spread evenly over the round. An earlier version kept a
-// tile in registers, summed it, waited and wrote it before it took the next. This one takes 0.84 of its time, backward
-// 0.80 to 0.83 (H200).
+// So between the sums of a tile and its output a block has a round of other work (two with 4 stages), and it loses no
+// time if other blocks are a little late. Copies and stores are spread evenly over the round.
 //
 // No block waits forever. All blocks are resident (a cooperative launch). A slice has no more tiles than there are
 // blocks, so a block has at most one tile of it. A block takes its tiles in ascending order. Now look at the first
@@ -518,9 +488,9 @@ __global__ void __launch_bounds__(BLOCK, kThreads<sizeof(T) * V * OPERANDS * SLI
 // launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The
 // second one does all that is said above: it publishes the same bits again, and finds all sums published.
 
-// The packs of each operand that a worker thread has in one buffer. In all buffers together it has 24 packs, 384 bytes:
-// 24 can be divided by 2 operands and by 3 or 4 buffers.
-template <int OPERANDS, int BUFFERS> constexpr int kItems = 24 / OPERANDS / BUFFERS;
+// The packs of each operand that a worker thread has of a tile. In all stages together it has 24 packs, 384 bytes: 24
+// can be divided by 2 operands and by 3 or 4 stages.
+template <int OPERANDS, int STAGES> constexpr int kTilePacks = 24 / OPERANDS / STAGES;
 // The reducer and 18 worker warps. A worker warp needs 32 * 384 bytes, 12 KiB, of shared memory, and a block can have
 // 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
@@ -544,21 +514,21 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
     float shift[OPERANDS];
     float sum[kSums + 1] = {};  // d, d * d, e, d * e, and the number of values
 
-    // place: the lane's first. mask: which of its values belong to the slice; 0 if the lane has none.
-    __device__ void choose_shift(const Place<T, V, OPERANDS>& place, unsigned mask) {
+    // operands: the lane's first. mask: which of its values belong to the slice; 0 if the lane has none.
+    __device__ void choose_shift(const Operands<T, V, OPERANDS>& operands, unsigned mask) {
         // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may have the slice's first pack, with only one value
         // of the slice, perhaps an outlier. In all other packs value 0 belongs to the slice.
         const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
-            const auto value = [&](int i) { return value_of(place.of[o], i); };
+            const auto value = [&](int i) { return value_of(operands.pack[o], i); };
             float own = mask == 0 ? 0 : value(0);
             if (mask == kWholePack<V>) own = median(value(0), value(V / 2), value(V - 1));
             shift[o] = __shfl_sync(~0u, own, lane);
         }
     }
-    __device__ void add(const Place<T, V, OPERANDS>& place, unsigned mask) {
-        add_products<RAGGED>(sum, place, mask, shift);
+    __device__ void add(const Operands<T, V, OPERANDS>& operands, unsigned mask) {
+        add_products<RAGGED>(sum, operands, mask, shift);
         sum[kSums] += __popc(mask);
     }
     // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them. If
@@ -613,7 +583,7 @@ template <int kSums> __device__ double add_published(const double* from, int til
 
 // Tile `index` of slice `slice`. A worker thread has the slice's packs first_pack, first_pack + 32, ... below end_pack.
 // If `slice` is -1, there is no tile.
-template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
+template <typename T, int OPERANDS, bool RAGGED, int PACKS> struct Tile {
     int slice = -1, index = 0, first_pack = 0, end_pack = 0;
     Span<T, kValues16<T>, RAGGED> span;
     // The slice's first value of each operand, not yet as a float. To convert it here, a thread would have to wait for
@@ -626,7 +596,7 @@ template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
         slice = tile / tiling.tiles;
         index = tile % tiling.tiles;
         span = Span<T, kValues16<T>, RAGGED>(task, slice);
-        first_pack = index * tiling.packs + int(threadIdx.x) / 32 * 32 * ITEMS + int(threadIdx.x) % 32;
+        first_pack = index * tiling.packs + int(threadIdx.x) / 32 * 32 * PACKS + int(threadIdx.x) % 32;
         end_pack = min((index + 1) * tiling.packs, span.packs);
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) first_value[o] = task.from[o][slice * task.n];
@@ -634,60 +604,63 @@ template <typename T, int OPERANDS, bool RAGGED, int ITEMS> struct Tile {
 };
 
 // write: whether the output is written. It is false only in the first of two launches.
-template <typename T, int OPERANDS, bool RAGGED, int BUFFERS>
+template <typename T, int OPERANDS, bool RAGGED, int STAGES>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
-    constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, ITEMS = kItems<OPERANDS, BUFFERS>;
-    extern __shared__ uint4 buffers[];  // [warp][buffer][item][operand][lane]: each thread reads what it copied itself
+    constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, PACKS = kTilePacks<OPERANDS, STAGES>;
+    // [warp][stage][pack][operand][lane]: each thread reads what it copied itself. If this is aligned to 16 bytes only,
+    // the forward takes 1.15 times as long.
+    extern __shared__ __align__(128) uint4 stages[];
     // There are two of_warp and two norms, for even and odd rounds. While the reducer reads one of_warp, workers may
     // store the other. While workers read one norm, the reducer stores the other.
     __shared__ double of_warp[2][kMaxThreads / 32][kSums];
     __shared__ Norm<OPERANDS> norms[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
-    const auto buffer = [&](int round) {
-        return reinterpret_cast<Pack<T, V>*>(buffers) + (warp * BUFFERS + round % BUFFERS) * ITEMS * OPERANDS * 32 +
-            lane;
+    const auto stage = [&](int round) {
+        return reinterpret_cast<Pack<T, V>*>(stages) + (warp * STAGES + round % STAGES) * PACKS * OPERANDS * 32 + lane;
     };
     const auto read = [&](const Pack<T, V>* from) {
-        Place<T, V, OPERANDS> place;
+        Operands<T, V, OPERANDS> operands;
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) place.of[o] = from[o * 32];
-        return place;
+        for (int o = 0; o < OPERANDS; ++o) operands.pack[o] = from[o * 32];
+        return operands;
     };
     // The slice's section of the workspace.
     const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.section; };
 
-    Tile<T, OPERANDS, RAGGED, ITEMS> tiles[BUFFERS + 1];  // from the one that arrives to the one that is written
-    const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[BUFFERS - 1], &written = tiles[BUFFERS];
+    Tile<T, OPERANDS, RAGGED, PACKS> tiles[STAGES + 1];  // from the one that arrives to the one that is written
+    const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[STAGES - 1], &written = tiles[STAGES];
     Norm<OPERANDS> known_norm;  // the reducer's, of slice `known`
     int known = -1;
-    // A round for each of the block's tiles, and BUFFERS more, until the last tile is written.
-    const int rounds = (int(task.slices) * tiling.tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + BUFFERS;
+    // A round for each of the block's tiles, and STAGES more, until the last tile is written.
+    const int rounds = (int(task.slices) * tiling.tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + STAGES;
     for (int round = 0; round < rounds; ++round) {
 #pragma unroll
-        for (int k = BUFFERS; k > 0; --k) tiles[k] = tiles[k - 1];
-        tiles[0] = Tile<T, OPERANDS, RAGGED, ITEMS>(task, tiling, int(blockIdx.x) + round * int(gridDim.x));
+        for (int k = STAGES; k > 0; --k) tiles[k] = tiles[k - 1];
+        tiles[0] = Tile<T, OPERANDS, RAGGED, PACKS>(task, tiling, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < worker_warps) {
             const Norm<OPERANDS> norm = norms[(round + 1) % 2];
-            const Pack<T, V>* const from = buffer(round + BUFFERS - 1);  // the tile that arrived in the last round
-            Pack<T, V>* const to = buffer(round);
+            const Pack<T, V>* const from = stage(round + STAGES - 1);  // the tile that arrived in the last round
+            Pack<T, V>* const to = stage(round);
             WarpSums<T, OPERANDS, RAGGED> sums;
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                constexpr int kStep = OPERANDS * 32;
-                const int p = summed.first_pack + i * 32;
-                const unsigned mask = p < summed.end_pack ? summed.span.mask(p) : 0;
-                const Place<T, V, OPERANDS> place = read(from + i * kStep);
-                if (i == 0) sums.choose_shift(place, mask);
-                if (mask != 0) sums.add(place, mask);
-                const int q = written.first_pack + i * 32;
-                if (write && q < written.end_pack) written.span.store(task, norm(read(to + i * kStep)), q);
-                const int r = arriving.first_pack + i * 32;
+            for (int i = 0; i < PACKS; ++i) {
+                const int at = i * OPERANDS * 32;  // where the warp's i-th packs are in its part of a stage
+                const int summed_pack = summed.first_pack + i * 32;
+                const unsigned mask = summed_pack < summed.end_pack ? summed.span.mask(summed_pack) : 0;
+                const Operands<T, V, OPERANDS> operands = read(from + at);
+                if (i == 0) sums.choose_shift(operands, mask);
+                if (mask != 0) sums.add(operands, mask);
+                const int written_pack = written.first_pack + i * 32;
+                if (write && written_pack < written.end_pack) {
+                    written.span.store(task, norm(read(to + at)), written_pack);
+                }
+                const int pack = arriving.first_pack + i * 32;
 #pragma unroll
                 for (int o = 0; o < OPERANDS; ++o) {
-                    if (r < arriving.end_pack) arriving.span.template load<true>(task, to[i * kStep + o * 32], o, r);
+                    if (pack < arriving.end_pack) arriving.span.template load<true>(task, to[at + o * 32], o, pack);
                 }
-                end_group_and_wait<ITEMS - 1>();
+                end_group_and_wait<PACKS - 1>();
             }
             sums.store(of_warp[round % 2][warp], summed.first_value);
         } else if (write && waiting.slice >= 0) {
@@ -695,12 +668,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             if (waiting.slice != known) {
                 double total = add_published<kSums>(published(waiting.slice), tiling.tiles);
                 if (lane % 2 == 1) total *= task.inverse_n;  // of d * d and d * e
-                double sum[kSums], first_value[OPERANDS];
+                double sum[kSums];
+                float shift[OPERANDS];
+#pragma unroll
+                for (int o = 0; o < OPERANDS; ++o) shift[o] = to_float(waiting.first_value[o]);
 #pragma unroll
                 for (int k = 0; k < kSums; ++k) sum[k] = __shfl_sync(~0u, total, k);
-#pragma unroll
-                for (int o = 0; o < OPERANDS; ++o) first_value[o] = to_float(waiting.first_value[o]);
-                known_norm.set(sum, first_value, task.inverse_n, task.eps);
+                known_norm.set(sum, shift, task.inverse_n, task.eps);
                 known = waiting.slice;
             }
             if (lane == 0) norms[round % 2] = known_norm;
@@ -720,54 +694,32 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A group has as few threads as can hold a slice. A thread holds ITEMS packs or, if STAGED, at most one pack or one
+// A group has as few threads as can hold a slice. A thread holds PACKS packs or, if STAGED, at most one pack or one
 // value less: an odd number. A block has 128 threads, or one larger group.
-template <typename T, int V, int OPERANDS, int SLICES, int ITEMS, bool RAGGED, bool STAGED>
+template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED>
 static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
-    const int64_t room = STAGED ? ITEMS * V - (RAGGED ? 1 : V) : ITEMS;
+    const int64_t room = STAGED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
     int log_threads = 0;
     while ((room << log_threads) < (STAGED ? task.n : packs)) ++log_threads;
     const int block = std::max(kBlock, 1 << log_threads);
     const int groups = block >> log_threads;
-    // Threads load fewer than 48 values beyond the run: to make `share` odd adds less than 2 for each of 8 threads, and
-    // the last pack less than V.
-    const int shared = STAGED ? (groups * int(task.n) * OPERANDS + 48) * int(sizeof(T)) : 0;
+    // A thread's last pack may end up to V - 1 values past the run.
+    const int shared = STAGED ? (groups * int(task.n) * OPERANDS + V) * int(sizeof(T)) : 0;
     const unsigned grid = unsigned(divide_up(task.slices, groups * SLICES));
-    const auto kernel = norm_in_registers<T, V, OPERANDS, SLICES, ITEMS, RAGGED, STAGED>;
+    const auto kernel = norm_in_registers<T, V, OPERANDS, SLICES, PACKS, RAGGED, STAGED>;
     kernel<<<grid, block, shared, task.stream>>>(task, log_threads);
     return cudaGetLastError();
 }
-// packs: the most packs of 16 bytes that a slice can touch; at most kMaxGroup * kHeld / OPERANDS.
-template <typename T, int OPERANDS, bool RAGGED>
-static cudaError_t launch_in_registers(const Task<T>& task, int64_t packs) {
-    constexpr int V = kValues16<T>, kMost = kHeld / OPERANDS;
-    if constexpr (!RAGGED) {
-        if (packs <= 2) return launch_group<T, V, OPERANDS, 2, 1, false, false>(task, packs);
-        if (packs <= 16) return launch_group<T, V, OPERANDS, 1, 2, false, false>(task, packs);
-        if (packs <= 512) return launch_group<T, V, OPERANDS, 1, 4, false, false>(task, packs);
-    } else {
-        const bool staged = task.n <= kLargestRun;
-        if constexpr (V == 8) {
-            const bool halves = task.n % 4 == 0 && task.n <= kBlock * 32;
-            if (staged && halves) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);
-            if (halves) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);
-        }
-        if (task.n < kMost * V) return launch_group<T, V, OPERANDS, 1, kMost, true, true>(task, packs);
-        if (staged) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);
-    }
-    return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);
-}
-
-template <typename T, int OPERANDS, bool RAGGED, int BUFFERS>
+template <typename T, int OPERANDS, bool RAGGED, int STAGES>
 static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
-    void* const kernel = reinterpret_cast<void*>(norm_in_many_blocks<T, OPERANDS, RAGGED, BUFFERS>);
+    void* const kernel = reinterpret_cast<void*>(norm_in_many_blocks<T, OPERANDS, RAGGED, STAGES>);
     int device = 0, sms = 0, shared = 0, blocks = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     // One block an SM, with as many worker warps as the SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on
-    // 8.6, 5 on 7.5. 2560 bytes are more than its static shared memory (1264 at most) and CUDA's 1 KiB.
-    constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kItems<OPERANDS, BUFFERS>;
+    // 8.6, 5 on 7.5. 2560 bytes are more than its static shared memory (1280 at most) and CUDA's 1 KiB.
+    constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kTilePacks<OPERANDS, STAGES>;
     const int workers = std::min((shared - 2560) / kWarpBytes, kMaxThreads / 32 - 1);
     const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
@@ -780,8 +732,9 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
     const int64_t wanted = std::max(fewest, std::min(most, resident / task.slices));
     const int64_t tile_packs = divide_up(divide_up(packs, wanted), 32) * 32;
     const int64_t tiles = divide_up(packs, tile_packs);
-    Tiling tiling = {int(tiles), int(tile_packs), int(divide_up(tiles * 2 * OPERANDS, 16) * 16)};
-    const size_t bytes = task.slices * tiling.section * sizeof(double);
+    const int64_t section = divide_up(tiles * 2 * OPERANDS, 16) * 16;
+    Tiling tiling = {int(tiles), int(tile_packs), int(section)};
+    const size_t bytes = task.slices * section * sizeof(double);
     task.workspace = static_cast<double*>(task.allocate(task.tensor, bytes));
     const unsigned grid = unsigned(std::min(task.slices * tiles, resident));
     bool write = true;
@@ -803,20 +756,34 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
 }
 
 template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const Task<T>& task) {
-    constexpr int V = kValues16<T>;
+    constexpr int V = kValues16<T>, kMost = kHeldBytes / 16 / OPERANDS;  // kMost: the most packs of a thread
     const int64_t packs = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
-    if (packs > kMaxGroup * kHeld / OPERANDS) {
-        // If there are four buffers, each is smaller, so the largest slice is smaller, too. In float32 four are faster
+    if (packs > kMaxGroupThreads * kMost) {
+        // If there are four stages, each is smaller, so the largest slice is smaller, too. In float32 four are faster
         // than three (H200, 1 MiB: 0.98 of the time, backward 0.93). In 16 bits three are faster than four (0.95,
         // backward 0.88), since the workers have more to do for each byte. The float32 backward uses four for slices of
         // whole packs, up to 131072 packs, 2 MiB. Of such slices an A100's 108 SMs can hold 134784 packs.
-        constexpr int kBuffers = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
+        constexpr int kStages = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
         if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
             if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs);
         }
-        return launch_many_blocks<T, OPERANDS, RAGGED, kBuffers>(task, packs);
+        return launch_many_blocks<T, OPERANDS, RAGGED, kStages>(task, packs);
     }
-    return launch_in_registers<T, OPERANDS, RAGGED>(task, packs);
+    if constexpr (!RAGGED) {
+        if (packs <= 2) return launch_group<T, V, OPERANDS, 2, 1, false, false>(task, packs);
+        if (packs <= 16) return launch_group<T, V, OPERANDS, 1, 2, false, false>(task, packs);
+        if (packs <= 512) return launch_group<T, V, OPERANDS, 1, 4, false, false>(task, packs);
+    } else {
+        const bool staged = task.n <= kMaxStagedValues;
+        if constexpr (V == 8) {
+            const bool in_8_bytes = task.n % 4 == 0 && task.n <= 4096;
+            if (staged && in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);
+            if (in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);
+        }
+        if (task.n < kMost * V) return launch_group<T, V, OPERANDS, 1, kMost, true, true>(task, packs);
+        if (staged) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);
+    }
+    return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);
 }
 
 // dtype: 0 float32, 1 float16, 2 bfloat16. This writes to y the output or, if grad is not null, the gradient of x. If
@@ -855,51 +822,36 @@ CPP_SOURCE = r"""
 
 namespace {
 
-// On a CPU. The norm of a slice is computed from `sum` and `square`, its sums, in double, of d and of d * d. Here d is
-// x - first_value, and first_value is the slice's.
-struct Norm {
-    float mean = 0, rstd = 0, offset = 0;  // y = (x - mean) * rstd + offset, where mean is rounded to float
-
-    Norm() = default;
-    Norm(double first_value, double sum, double square, int64_t n, double eps) {
-        const double difference = sum / n;
-        const double exact_mean = first_value + difference;
-        const double variance = (square - sum * difference) / n;
-        const double r = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);  // not std::max, which would drop a NaN
-        mean = float(exact_mean);
-        rstd = float(r);
-        offset = float((mean - exact_mean) * r);
-    }
-    // Writes n outputs, a part of the slice. If `stream`, the stores bypass the caches. For that y must be aligned to
-    // 32 bytes, and n a multiple of 8.
-    void write(float* y, const float* x, int64_t n, bool stream) const {
+// On a CPU. Writes n outputs, a part of a slice: y = (x - mean) * rstd + offset. If `stream`, the stores bypass the
+// caches. For that y must be aligned to 32 bytes, and n a multiple of 8.
+void write(float* y, const float* x, int64_t n, float mean, float rstd, float offset, bool stream) {
 #ifdef __AVX__
-        if (stream) {
-            const __m256 means = _mm256_set1_ps(mean), rstds = _mm256_set1_ps(rstd), offsets = _mm256_set1_ps(offset);
-            for (int64_t i = 0; i < n; i += 8) {
-                _mm256_stream_ps(y + i, (_mm256_loadu_ps(x + i) - means) * rstds + offsets);
-            }
-            return;
+    if (stream) {
+        const __m256 means = _mm256_set1_ps(mean), rstds = _mm256_set1_ps(rstd), offsets = _mm256_set1_ps(offset);
+        for (int64_t i = 0; i < n; i += 8) {
+            _mm256_stream_ps(y + i, (_mm256_loadu_ps(x + i) - means) * rstds + offsets);
         }
+        return;
+    }
 #endif
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * rstd + offset;
-    }
-};
+    for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * rstd + offset;
+}
 
 // Normalises `slices` slices of n values. While the output of one slice is written, the slice after it, at `next`, is
-// read and summed. So the x of the written slice begins at next - n. The loop takes kStep values (2 KiB) of each slice
-// in turn, so that memory is read and written at the same time.
-constexpr int64_t kStep = 512;
+// read and summed. So the x of the written slice begins at next - n. The loop takes kChunk values (2 KiB) of each slice
+// in turn, so that memory is read and written at the same time. The sums, in double, are of d and of d * d. Here d is
+// x - first_value, and first_value is the slice's.
+constexpr int64_t kChunk = 512;
 void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
-    Norm norm;
+    float mean = 0, rstd = 0, offset = 0;  // of the slice that is written; offset corrects for the rounding of mean
     for (int64_t slice = 0; slice <= slices; ++slice) {
         const float* const next = x + slice * n;
         const double first_value = slice < slices ? next[0] : 0;
         double sum = 0;
         double square = 0;
-        for (int64_t at = 0; at < n; at += kStep) {
-            const int64_t end = std::min(at + kStep, n);
+        for (int64_t at = 0; at < n; at += kChunk) {
+            const int64_t end = std::min(at + kChunk, n);
             if (slice < slices) {
 #pragma omp simd reduction(+ : sum, square)
                 for (int64_t i = at; i < end; ++i) {
@@ -908,9 +860,14 @@ void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, 
                     square += d * d;
                 }
             }
-            if (slice > 0) norm.write(y + (slice - 1) * n + at, next - n + at, end - at, stream);
+            if (slice > 0) write(y + (slice - 1) * n + at, next - n + at, end - at, mean, rstd, offset, stream);
         }
-        norm = Norm(first_value, sum, square, n, eps);
+        const double difference = sum / n, exact_mean = first_value + difference;
+        const double variance = (square - sum * difference) / n;
+        const double exact_rstd = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);  // std::max would drop a NaN
+        mean = float(exact_mean);
+        rstd = float(exact_rstd);
+        offset = float((mean - exact_mean) * exact_rstd);
     }
 #ifdef __AVX__
     _mm_sfence();  // other threads see the streamed stores before they see that this thread is done

@@ -58,6 +58,7 @@ CHANGES = {
     "large values, small gradients": lambda x, grad: (x.mul_(torch.finfo(x.dtype).max ** 0.3), grad.mul_(1e-20)),
     "small values, large gradients": lambda x, grad: (x.mul_(3e-3), grad.mul_(torch.finfo(x.dtype).max ** 0.88)),
     "an outlier in x": lambda x, grad: x[..., 0, 0].fill_(1e3),
+    "a border far from the rest": lambda x, grad: (x[..., 0, :].add_(300), x[..., 0].add_(300)),
     "a gradient far from zero": lambda x, grad: grad.add_(100),
     "an outlier in the gradient": lambda x, grad: grad[..., -1, -1].fill_(1e3),
     "the smallest numbers": lambda x, grad: x.mul_(torch.finfo(x.dtype).tiny / 4),
