@@ -284,6 +284,39 @@ class ModelNew("""
     assert any("not close" in reason for reason in runs[2].reasons), runs[2].reasons
 
 
+# What a Model chooses, and what a candidate may choose in its place, or may not.
+MIDDLE = "(lambda e: (e.cumsum(1) * e == 2).float().argmax(1, keepdim=True))(x == {})"
+TIES = {
+    "the middle one": ("x.argmax(1)", f"{MIDDLE.format('x.amax(1, True)')}[:, 0]", True),
+    "the middle one, in what follows": ("x.roll(7, 1).gather(1, x.argmax(1, True)).neg()", None, True),
+    "one that is not equal": ("x.argmax(1)", "(x.argmax(1) + 1) % 48", False),
+    "all, elsewhere": ("x.argsort(1)", "p[x[:, p].argsort(1)]", True),
+    "one twice": ("x.argsort(1)", "p[x[:, p].argsort(1)].index_fill(1, torch.tensor(1), 0)", False),
+    "some, elsewhere": ("x.topk(8)", "(lambda v, i: torch.return_types.topk((v, p[i])))(*x[:, p].topk(8))", True),
+    "one for all": ("x.topk(8)", "(lambda v, i: torch.return_types.topk((v, i[:, :1] + 0 * i)))(*x.topk(8))", False),
+    "the last median": (
+        "x.median(1)",
+        "(lambda v, i: torch.return_types.median((v, 47 - i)))(*x.flip(1).median(1))",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("equals", [3, 4])
+@pytest.mark.parametrize("choice", TIES)
+def test_ties_may_be_broken_in_any_way_that_is_one(choice, equals, judge):
+    model, new, right = TIES[choice]
+    new = new or f"x.roll(7, 1).gather(1, {MIDDLE.format('x.amax(1, True)')}).neg()"
+    inputs = f"torch.rand(batch_size, 48).argsort(1).div({equals}, rounding_mode='floor').float()"
+    layers = "self.register_buffer('p', torch.arange(48).roll(5).view(6, 8).T.reshape(-1), persistent=False)"
+    texts = [
+        any_model(answer.replace("p[", "self.p[").replace(", p]", ", self.p]"), inputs, layers)
+        for answer in (new, model)
+    ]
+    (run,) = judge(texts[0].replace("class Model(", "class ModelNew("), texts[1])
+    assert run.ok == right, run
+
+
 def test_who_refuses_a_layout_is_no_drop_in(judge):
     (run,) = judge(plain_after('assert x.is_contiguous(), "rows side by side are wanted"'))
     assert run.ok, run.reasons
