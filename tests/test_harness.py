@@ -81,12 +81,13 @@ def suite(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_candidate(name, device, judges, tmp_path):
-    """Each wrong one is rejected for the reason it names, each honest one is accepted in every direction."""
+    """Each wrong one is rejected for the reason it names, and not timed; each honest one is accepted in all directions."""
     candidate = CANDIDATES[name]
     if candidate.needs_gpu and device.type == "cpu":
         pytest.skip("this one cheats on a GPU")
     runs = judges(write(tmp_path, name), device=device.type, directions=directions_of(name), timeout=candidate.timeout)
     assert is_as_expected(name, runs), [run.reasons for run in runs]
+    assert not candidate.rejected or not (runs[-1].ok or runs[-1].ms or runs[-1].roof)
 
 
 def test_a_trick_against_others_gains_nothing(judges, tmp_path):
@@ -194,11 +195,6 @@ def test_each_direction_is_timed_in_a_new_process(judge, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "hidden_time", lambda samples, device: None)  # or it is timed again
     runs = judge(f"open({str(tmp_path / 'imports')!r}, 'a').write('1')\n" + PLAIN, directions=DIRECTIONS)
     assert all(run.ok for run in runs) and (tmp_path / "imports").read_text() == "1" * (1 + len(DIRECTIONS))
-
-
-def test_what_is_wrong_is_not_timed(judge):
-    (run,) = judge(source("swapped_operations"))
-    assert run.status == record.WRONG and not (run.ok or run.ms or run.roof)
 
 
 def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
@@ -623,6 +619,14 @@ def test_a_stand_in_waits_for_as_long_as_was_claimed(judge, monkeypatch):
     (run,) = judge(PLAIN, device="cuda")
     assert run.ok and not seen[0].stand_in and len(seen[1].stand_in) == len(seen[1].ms["new"])
     assert all(-1 < beyond < 100 for beyond in seen[1].stand_in)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_that_cannot_be_shared(judge, monkeypatch):
+    """As in some containers: all goes through the host's."""
+    monkeypatch.setattr("judge.worker.has_ipc", lambda: False)
+    runs = judge(PLAIN, device="cuda", directions=DIRECTIONS)
+    assert all(run.ok for run in runs), runs
 
 
 @pytest.mark.gpu
