@@ -258,13 +258,10 @@ def hidden_time(samples: Samples, device: str) -> str | None:
     lower quartile eager's by three times as much: what else runs makes turns longer, never shorter. Where the stand-in
     took turns, they are looked at in place of eager's.
 
-    Once this may be a disturbance: then all are timed again in new processes (ATTEMPTS), and the rounds that count are
-    those of a timing in which nothing is found. Who hides time in some timings alone is caught or gains nothing; noise
-    does not come back, the less so the more rounds there are. Eager against itself, on two cores beside two busy
-    processes, where a turn's middle half spanned 7 to 22 ms: of timings of 15, 60 and 200 rounds 19%, 5% and none of
-    3000 drawn found something; of turns drawn evenly between 39 and 121 ms 19%, 5% and 0.1%, all three in a row one in
-    100 000, and 40 ms that are hidden there 99%, 100% and 100%. It costs 4 and 16 times the rounds where something is
-    found, and nothing elsewhere.
+    Once this may be a disturbance: then all are timed again in new processes (ATTEMPTS), in 4 and 16 times the rounds,
+    and the rounds that count are those of a timing in which nothing is found. Who hides time in some timings alone is
+    caught or gains nothing. Noise does not come back, the less so the more rounds there are: of eager against itself,
+    where turns spread evenly between 39 and 121 ms, all three timings find something once in 100 000 times.
     """
     new = statistics.quantiles(of_the_fast(samples, "new"), n=4)
     eager = statistics.quantiles(samples.stand_in or of_the_fast(samples, "eager"), n=4)
