@@ -197,15 +197,15 @@ class OtherTies(TorchFunctionMode):
         shape[dim] = -1
         places = self._choose(x, index.reshape(shape), dim, name in ("topk", "sort", "argsort"))
         if isinstance(result, torch.Tensor):
-            return places.view(index.shape)
-        return type(result)((x.gather(dim, places).view(index.shape), places.view(index.shape)))
+            return places.reshape(index.shape)
+        return type(result)((x.gather(dim, places).reshape(index.shape), places.reshape(index.shape)))
 
     def _choose(self, x: torch.Tensor, places: torch.Tensor, dim: int, several: bool) -> torch.Tensor:
         """Other places of the same values."""
         n, values = x.shape[dim], x.gather(dim, places)
         holds = lambda other: bool(equal(x.gather(dim, other), values).all())  # noqa: E731
         if self.attempt == 0:
-            for other in (x.view(places.shape) for x in self.theirs if x.numel() == places.numel()):
+            for other in (x.reshape(places.shape) for x in self.theirs if x.numel() == places.numel()):
                 within = bool(((other >= 0) & (other < n)).all())
                 if within and holds(other) and (other.sort(dim).values.diff(dim=dim) > 0).all():
                     return other
