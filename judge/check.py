@@ -529,7 +529,7 @@ def explained_by_ties(case: Case, request: Request, draw: Callable, model, name:
         other, ties = None, gates.OtherTies(attempt, theirs)
         with contextlib.suppress(Exception), ties:
             other = gates.as_numbers(case.plain(model, draw(), request)[name])
-        if other is None or not ties.chose:
+        if other is None or not ties.found:
             break
         agrees = torch.isclose(gates.as_numbers(new), other, tolerance, tolerance, equal_nan=True)
         new = torch.where(agrees if tolerance else agrees.all(), eager, new)

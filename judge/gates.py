@@ -178,7 +178,8 @@ class OtherTies(TorchFunctionMode):
 
     def __init__(self, attempt: int, theirs: list[torch.Tensor]):
         super().__init__()
-        self.attempt, self.theirs, self.chose = attempt, theirs, False
+        self.attempt, self.theirs = attempt, theirs
+        self.found = False  # whether there are equal values where something is chosen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result, kwargs = func(*args, **kwargs or {}), kwargs or {}
@@ -191,7 +192,6 @@ class OtherTies(TorchFunctionMode):
             x, dim = x.reshape(-1), 0
         if not isinstance(dim, int) or not x.dim():
             return result
-        self.chose = True
         index = result if isinstance(result, torch.Tensor) else result[1]
         shape = list(x.shape)
         shape[dim] = -1
@@ -203,6 +203,8 @@ class OtherTies(TorchFunctionMode):
     def _choose(self, x: torch.Tensor, places: torch.Tensor, dim: int, several: bool) -> torch.Tensor:
         """Other places of the same values."""
         n, values = x.shape[dim], x.gather(dim, places)
+        ordered = x.sort(dim).values
+        self.found |= bool(equal(ordered.narrow(dim, 0, n - 1), ordered.narrow(dim, 1, n - 1)).any())
         holds = lambda other: bool(equal(x.gather(dim, other), values).all())  # noqa: E731
         if self.attempt == 0:
             for other in (x.reshape(places.shape) for x in self.theirs if x.numel() == places.numel()):
