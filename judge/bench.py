@@ -52,20 +52,11 @@ class Samples:
     calls: int = 1  # of a turn
 
 
-class Kept:
-    """A few of the answers of all rounds, each as likely as any other: which, is drawn before the turn."""
-
-    def __init__(self, most: int):
-        self.most, self.turns, self.answers = most, 0, []
-
-    def place(self) -> int | None:
-        """Where the next turn's answer goes."""
-        self.turns += 1
-        place = len(self.answers) if self.turns <= self.most else secret.randrange(self.turns)
-        return place if place < self.most else None
-
-    def put(self, place: int, answer: tuple) -> None:
-        self.answers[place : place + 1] = [answer]
+def place_of(turn: int, most: int) -> int | None:
+    """Which of `most` places the answer of a turn, counted from 1, is kept in, if any: at every time each answer so far
+    is as likely to be kept as any other."""
+    place = turn - 1 if turn <= most else secret.randrange(turn)
+    return place if place < most else None
 
 
 class Ring:
@@ -86,8 +77,8 @@ class Ring:
         self.draws, self.fresh = [], []
         self.keeps = nbytes <= CALLS_BYTES  # inputs of a round; otherwise they are drawn again for each contender
         self.old = old if self.keeps else []
-        most = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
-        self.kept = {name: Kept(most) for name in ("new", "eager")}
+        self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
+        self.kept = {"new": [], "eager": []}  # the answers that are looked at in the end
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
         settle(case.device)  # what others read is written
@@ -138,7 +129,7 @@ class Ring:
         """A turn of one contender; the milliseconds that it claims for each call."""
         worker, kept = self.case.workers[name], self.kept.get(name)
         self.warm_up(name)
-        place = kept.place() if kept else None
+        place = None if kept is None else place_of(len(samples.ms[name]) + 1, self.most_kept)  # drawn before the calls
         looked_at = secret.randrange(samples.calls)
         claimed, taken = [], 0.0
         for i in range(samples.calls):
@@ -151,7 +142,7 @@ class Ring:
             taken += 1e3 * (worker.answered - worker.asked)
             if place is not None and i == looked_at:
                 given = [x.clone() for x in places_of(reply["forms"], self.answers)]
-                kept.put(place, (reply["forms"], given, self.draws[i]))
+                kept[place : place + 1] = [(reply["forms"], given, self.draws[i])]
         samples.ms[name].append(sum(claimed) / len(claimed))
         samples.beyond[name].append(taken - sum(claimed))
         return claimed
@@ -192,9 +183,9 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
     kept, request = ring.kept, ring.request
     del ring
     settle(case.device)
-    for name, each in kept.items():
-        while each.answers:  # none is held when it has been looked at
-            look_at(case, request, name, *each.answers.pop())
+    for name, answers in kept.items():
+        while answers:  # none is held when it has been looked at
+            look_at(case, request, name, *answers.pop())
             settle(case.device)
     return samples
 
@@ -258,13 +249,10 @@ def hidden_time(samples: Samples, device: str) -> str | None:
     lower quartile eager's by three times as much: what else runs makes turns longer, never shorter. Where the stand-in
     took turns, they are looked at in place of eager's.
 
-    Once this may be a disturbance: then all are timed again in new processes (ATTEMPTS), and the rounds that count are
-    those of a timing in which nothing is found. Who hides time in some timings alone is caught or gains nothing; noise
-    does not come back, the less so the more rounds there are. Eager against itself, on two cores beside two busy
-    processes, where a turn's middle half spanned 7 to 22 ms: of timings of 15, 60 and 200 rounds 19%, 5% and none of
-    3000 drawn found something; of turns drawn evenly between 39 and 121 ms 19%, 5% and 0.1%, all three in a row one in
-    100 000, and 40 ms that are hidden there 99%, 100% and 100%. It costs 4 and 16 times the rounds where something is
-    found, and nothing elsewhere.
+    Once this may be a disturbance: then all are timed again in new processes (ATTEMPTS), in 4 and 16 times the rounds,
+    and the rounds that count are those of a timing in which nothing is found. Who hides time in some timings alone is
+    caught or gains nothing. Noise does not come back, the less so the more rounds there are: of eager against itself,
+    where turns spread evenly between 39 and 121 ms, all three timings find something once in 100 000 times.
     """
     new = statistics.quantiles(of_the_fast(samples, "new"), n=4)
     eager = statistics.quantiles(samples.stand_in or of_the_fast(samples, "eager"), n=4)

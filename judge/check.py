@@ -28,6 +28,7 @@ from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared,
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
 LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no larger inputs and answer
+TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -466,21 +467,22 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         which = ", gradients counted: its output may have none" * gradients
         reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}{which}"])
     inspect_forms(case, request, answer, forms)
-    pairs = ((name, eager, new.to(eager.device)) for (name, eager), new in zip(answer.tensors().items(), given))
+    given = [new.to(eager.device) for eager, new in zip(answer.tensors().values(), given)]
+    pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]
     if RANDOM in answer.did:
         found = (gates.unlike(name, new, eager, case.tolerance(eager)) for name, eager, new in pairs)
         reject(request, [why for each in found for why in each])
         return
     wrong, uncertain = [], 0
     exact = cache(lambda: case.exact(request, draw(), model))  # when it is first wanted
-    unclear = cache(lambda: ties(case, request, draw(), answer, model))
+    theirs = [new for new in given if new.dtype == torch.int64]
     for name, eager, new in pairs:
         tolerance, scale = case.tolerance(eager), gates.scale_of(name, eager)
         inexact = eager.is_floating_point() or eager.is_complex()
         if inexact and request.any_infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(gates.as_numbers, (new, eager)))
         if not gates.are_close(new, eager, tolerance, scale):
-            new = torch.where(unclear()[name], eager, new) if name in unclear() else new
+            new = explained_by_ties(case, request, draw, model, name, new, eager, theirs)
         elif not request.both_gates:
             continue
         right = exact() if inexact else None
@@ -517,16 +519,20 @@ def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> 
     reject(request, wrong)
 
 
-def ties(case: Case, request: Request, inputs: list, answer: Answer, model) -> dict[str, torch.Tensor]:
-    """Of each tensor where the Model's answer depends on which of several equal values is chosen."""
-    found = {}
-    with contextlib.suppress(Exception):
-        with gates.TiesTheOtherWay():
-            other = case.plain(model, inputs, request)
-        for name, x in answer.tensors().items():
-            y = other[name]
-            if not torch.equal(x, y):
-                tolerance = case.tolerance(x)
-                x, y = gates.as_numbers(x), gates.as_numbers(y)
-                found[name] = ~torch.isclose(x, y, tolerance, tolerance, equal_nan=True)
-    return found
+def explained_by_ties(case: Case, request: Request, draw: Callable, model, name: str, new, eager, theirs: list):
+    """The tensor, with the Model's values where it has what the Model gives when that chooses otherwise among equals.
+
+    Of integers all of it or nothing, so that no place is named twice; of other numbers each by itself.
+    """
+    tolerance = case.tolerance(eager)
+    for attempt in range(TIE_BREAKS):
+        other, ties = None, gates.OtherTies(attempt, theirs)
+        with contextlib.suppress(Exception), ties:
+            other = gates.as_numbers(case.plain(model, draw(), request)[name])
+        if other is None or not ties.found:
+            break
+        agrees = torch.isclose(gates.as_numbers(new), other, tolerance, tolerance, equal_nan=True)
+        new = torch.where(agrees if tolerance else agrees.all(), eager, new)
+        if gates.are_close(new, eager, tolerance, 1.0):
+            break
+    return new

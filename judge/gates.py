@@ -166,25 +166,67 @@ class Coarsest(TorchDispatchMode):
         return result
 
 
-# Among the positional arguments of operations that choose among equal values.
-PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1}
+# Operations that choose among equal values, and the place of `dim` among their positional arguments.
+PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "median": 1, "mode": 1}
+PLACE_OF_DIM |= {"max": 1, "min": 1, "argmax": 1, "argmin": 1}
+OF_ALL = ("max", "min", "median", "argmax", "argmin")  # without `dim` they look at the whole tensor
 
 
-class TiesTheOtherWay(TorchFunctionMode):
-    """Of equal values the last is chosen where PyTorch, which promises no order, would choose the first."""
+class OtherTies(TorchFunctionMode):
+    """Of equal values it chooses others than PyTorch, which promises no order: in the first attempt those that a
+    candidate's answer names, `theirs`, where they are equal; in the second the last; in all others at random."""
+
+    def __init__(self, attempt: int, theirs: list[torch.Tensor]):
+        super().__init__()
+        self.attempt, self.theirs = attempt, theirs
+        self.found = False  # whether there are equal values where something is chosen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        result, kwargs = func(*args, **kwargs or {}), kwargs or {}
         name = getattr(func, "__name__", "")
         place = PLACE_OF_DIM.get(name)
         if place is None or not args or kwargs.get("stable") or not isinstance(args[0], torch.Tensor):
-            return func(*args, **kwargs)
-        all_of_it = None if name in ("max", "min", "argmax", "argmin") else -1
-        dim = kwargs.get("dim", args[place] if len(args) > place else all_of_it)
-        if not isinstance(dim, int) or not args[0].dim():
-            return func(*args, **kwargs)
-        result = func(args[0].flip(dim), *args[1:], **kwargs)
-        last = args[0].shape[dim] - 1
+            return result
+        x, dim = args[0], kwargs.get("dim", args[place] if len(args) > place else None if name in OF_ALL else -1)
+        if dim is None and name in ("argmax", "argmin"):
+            x, dim = x.reshape(-1), 0
+        if not isinstance(dim, int) or not x.dim():
+            return result
+        index = result if isinstance(result, torch.Tensor) else result[1]
+        shape = list(x.shape)
+        shape[dim] = -1
+        places = self._choose(x, index.reshape(shape), dim, name in ("topk", "sort", "argsort"))
         if isinstance(result, torch.Tensor):
-            return last - result
-        return type(result)((result[0], last - result[1]))
+            return places.reshape(index.shape)
+        return type(result)((x.gather(dim, places).reshape(index.shape), places.reshape(index.shape)))
+
+    def _choose(self, x: torch.Tensor, places: torch.Tensor, dim: int, several: bool) -> torch.Tensor:
+        """Other places of the same values."""
+        n, values = x.shape[dim], x.gather(dim, places)
+        ordered = x.sort(dim).values
+        self.found |= bool(equal(ordered.narrow(dim, 0, n - 1), ordered.narrow(dim, 1, n - 1)).any())
+        holds = lambda other: bool(equal(x.gather(dim, other), values).all())  # noqa: E731
+        if self.attempt == 0:
+            for other in (x.reshape(places.shape) for x in self.theirs if x.numel() == places.numel()):
+                within = bool(((other >= 0) & (other < n)).all())
+                if within and holds(other) and (other.sort(dim).values.diff(dim=dim) > 0).all():
+                    return other
+            return places
+        generator = torch.Generator(x.device).manual_seed(self.attempt)
+        rank = torch.rand(x.shape, generator=generator, device=x.device)
+        if self.attempt == 1:
+            rank = rank.sort(dim, descending=True).values
+        if not several:
+            return rank.masked_fill_(~equal(x, values), 2.0).argmin(dim, keepdim=True)
+        order = rank.argsort(dim)
+        for descending in (True, False):
+            sorted_places = x.gather(dim, order).sort(dim=dim, descending=descending, stable=True).indices
+            other = order.gather(dim, sorted_places).narrow(dim, 0, places.shape[dim])
+            if holds(other):
+                return other
+        return places
+
+
+def equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Where values are the same; NaN is the same as NaN."""
+    return (left == right) | (left.isnan() & right.isnan())

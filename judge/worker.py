@@ -257,7 +257,7 @@ class Contender:
 
     def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
-        self.inputs, self.answers, self.incoming, self.wanted = None, [], [], []
+        self.given, self.inputs, self.answers, self.incoming, self.wanted = None, None, [], [], []
         self.buffer = None
 
     def take(self, module: torch.nn.Module, state: dict, own: Own, how: How = How.PLAINLY) -> None:
@@ -330,7 +330,9 @@ class Contender:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
         self.take(self.modules[0], state, own)
-        self.request, self.answers, self.inputs = request, answers, inputs  # the judge's memory itself
+        self.request, self.answers, self.given = request, answers, inputs
+        # The judge's memory itself; where a GPU's cannot be shared, a copy that is renewed before each call.
+        self.inputs = inputs = tree_map_only(torch.Tensor, lambda x: x.to(self.device), inputs)
         self.wanted = list(wanted_of(parameters_by_name(self.modules[0], own), inputs, request).values())
         if request.direction == "forward_backward" and self.wanted:
             self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*inputs))]
@@ -401,6 +403,9 @@ class Contender:
         On a GPU all is queued behind the flush. On a CPU the judge has flushed the cache.
         """
         self.said += self.switches.put_back()
+        for mine, x in zip(tensors_of(self.inputs), tensors_of(self.given)):
+            if mine is not x:
+                mine.data.copy_(x)
         if How.SEEDED in self.request.how:
             reseed(self.request.seed)
         if not self.gpu:

@@ -1,8 +1,10 @@
-"""What the tools here share: contenders of one Model timed by the judge's clock, without its checks."""
+"""What the tools here share: contenders of one Model timed by the judge's clock, without its checks; and calls of a
+module that are timed in this process."""
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -40,3 +42,42 @@ class Contest:
 
     def measure(self, seconds: float) -> bench.Samples:
         return bench.measure(self.case, self.direction, seconds)
+
+
+def calls_of(module: torch.nn.Module, inputs: list) -> dict[str, Callable[[], None]]:
+    """A call without gradients, one that records for a backward, and one with it. x's gradient is wanted, too."""
+    recorded = [x.clone().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        grad = torch.randn_like(module(*inputs))
+
+    @torch.no_grad()
+    def forward() -> None:
+        module(*inputs)
+
+    def recording() -> None:
+        module(*recorded)
+
+    def forward_backward() -> None:
+        torch.autograd.grad(module(*recorded), [*recorded, *module.parameters()], grad)
+
+    return {"forward": forward, "forward_recorded": recording, "forward_backward": forward_backward}
+
+
+def milliseconds(call: Callable[[], None], busy: int, flush: torch.Tensor | None = None) -> float:
+    """Of one call, behind a write of `flush`. On a GPU by events; before them it works for so many clock cycles, so
+    that the call can be launched meanwhile and its own time is what is left."""
+    if flush is not None:
+        flush.zero_()
+    if DEVICE == "cpu":
+        begin = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - begin)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if busy:
+        torch.cuda._sleep(busy)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)

@@ -23,32 +23,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from contend import ROOT, Problem
+from contend import ROOT, Problem, calls_of, milliseconds
 
 from judge.source import discover, load, make, set_precision
 
 ROWS, CALLS = 20, 50
 BUSY = 4_000_000  # clock cycles, some 2 ms: longer than the host takes for a call
-
-
-def calls_of(module: torch.nn.Module, inputs: list) -> dict[str, Callable]:
-    """The three kinds of a call. Inputs and parameters of `recorded` want gradients."""
-    recorded = [x.clone().requires_grad_() for x in inputs]
-    wanted = [*recorded, *module.parameters()]
-    with torch.no_grad():
-        grad = torch.randn_like(module(*inputs))
-
-    @torch.no_grad()
-    def forward() -> None:
-        module(*inputs)
-
-    def recording() -> None:
-        module(*recorded)
-
-    def both() -> None:
-        torch.autograd.grad(module(*recorded), wanted, grad)
-
-    return {"forward": forward, "recorded": recording, "with backward": both}
 
 
 def host_microseconds(call: Callable) -> float:
@@ -62,19 +42,8 @@ def host_microseconds(call: Callable) -> float:
     return statistics.median(found[1:])
 
 
-def gpu_milliseconds(call: Callable, busy: bool) -> float:
-    found = []
-    for _ in range(ROWS + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        if busy:
-            torch.cuda._sleep(BUSY)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found[2:])
+def gpu_milliseconds(call: Callable, busy: int) -> float:
+    return statistics.median([milliseconds(call, busy) for _ in range(ROWS + 2)][2:])
 
 
 def measure(model_path: Path, files: dict[str, Path]) -> None:
@@ -95,7 +64,7 @@ def measure(model_path: Path, files: dict[str, Path]) -> None:
     for name in classes:
         print(f"  {name:40}", end="")
         for kind, call in calls(benchmark, name).items():
-            alone, busy = gpu_milliseconds(call, False), gpu_milliseconds(call, True)
+            alone, busy = gpu_milliseconds(call, 0), gpu_milliseconds(call, BUSY)
             print(f"{kind} {alone:.3f} / {busy:.3f} ({alone / busy - 1:+.0%})   ", end="", flush=True)
         print()
         torch.cuda.empty_cache()

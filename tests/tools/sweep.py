@@ -14,15 +14,13 @@ import json
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from contend import DEVICE, ROOT, Problem
+from contend import DEVICE, ROOT, Problem, calls_of, milliseconds
 
 from judge.record import environment
 from judge.roofline import Ceilings
@@ -34,43 +32,7 @@ BUSY = 1_000_000  # clock cycles, some 0.5 ms: longer than the host takes to lau
 SLOWER = 0.97
 
 
-class Clock:
-    """Milliseconds of one call."""
-
-    def __init__(self) -> None:
-        self.flush = torch.empty(2**27 if DEVICE == "cuda" else 2**25, dtype=torch.uint8, device=DEVICE)
-
-    def __call__(self, call: Callable[[], None]) -> float:
-        self.flush.zero_()
-        if DEVICE == "cpu":
-            begin = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - begin)
-        torch.cuda._sleep(BUSY)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        call()
-        events[1].record()
-        events[1].synchronize()
-        return events[0].elapsed_time(events[1])
-
-
-def calls_of(module: torch.nn.Module, inputs: list) -> dict[str, Callable[[], None]]:
-    wanted = [x.clone().requires_grad_() for x in inputs]
-    with torch.no_grad():
-        grad = torch.randn_like(module(*inputs))
-
-    def forward() -> None:
-        with torch.no_grad():
-            module(*inputs)
-
-    def forward_backward() -> None:
-        torch.autograd.grad(module(*wanted), [*wanted, *module.parameters()], grad)
-
-    return {"forward": forward, "forward_backward": forward_backward}
-
-
-def rows_of(name: str, constants: dict, dtype: str, batch: int, compiled: bool, clock: Clock) -> list[dict]:
+def rows_of(name: str, constants: dict, dtype: str, batch: int, compiled: bool, flush: torch.Tensor) -> list[dict]:
     pair = discover(ROOT)[name]
     problem = Problem(pair.model_path, constants)
     inputs = problem.inputs(batch, DEVICE, DTYPES[dtype], 0)
@@ -81,14 +43,14 @@ def rows_of(name: str, constants: dict, dtype: str, batch: int, compiled: bool, 
         modules["compile"] = torch.compile(make(classes["eager"], problem.arguments(0), 0).to(inputs[0]), dynamic=False)
     calls = {of: calls_of(module, inputs) for of, module in modules.items()}
     rows = []
-    for direction in calls["new"]:
+    for direction in ("forward", "forward_backward"):
         for _ in range(2):
-            first = {of: clock(each[direction]) for of, each in calls.items()}
+            first = {of: milliseconds(each[direction], BUSY, flush) for of, each in calls.items()}
         rounds = int(max(LEAST, min(MOST, SECONDS * 1e3 / max(first.values()))))
         times = {of: [] for of in calls}
         for _ in range(rounds):
             for of in random.sample(list(calls), len(calls)):
-                times[of].append(clock(calls[of][direction]))
+                times[of].append(milliseconds(calls[of][direction], BUSY, flush))
         row = {"model": name, "constants": constants, "dtype": dtype, "direction": direction, "ok": True}
         row["shapes"] = [list(x.shape) for x in inputs]
         row["ms"] = {of: statistics.median(each) for of, each in times.items()}
@@ -99,7 +61,7 @@ def rows_of(name: str, constants: dict, dtype: str, batch: int, compiled: bool, 
     return rows
 
 
-def sweep(name: str, dtype: str, compiled: bool, clock: Clock) -> list[dict]:
+def sweep(name: str, dtype: str, compiled: bool, flush: torch.Tensor) -> list[dict]:
     found = []
     for constants in Problem(discover(ROOT)[name].model_path).sweep:
         batch, rows = constants["batch_size"], []
@@ -107,7 +69,7 @@ def sweep(name: str, dtype: str, compiled: bool, clock: Clock) -> list[dict]:
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
             try:
-                rows = rows_of(name, constants, dtype, batch, compiled, clock)
+                rows = rows_of(name, constants, dtype, batch, compiled, flush)
             except torch.OutOfMemoryError:
                 batch //= 2  # outside this block, after which the answers are freed
         for row in rows:
@@ -128,10 +90,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     set_precision(options.precision)
-    clock, rows = Clock(), []
+    flush, rows = torch.empty(2**27 if DEVICE == "cuda" else 2**25, dtype=torch.uint8, device=DEVICE), []
     for name in options.names:
         for dtype in options.dtype.split(","):
-            rows += sweep(name, dtype, options.compile, clock)
+            rows += sweep(name, dtype, options.compile, flush)
             if options.json:
                 command = [Path(__file__).name, *argv]
                 machine = environment(DEVICE, Ceilings(DEVICE, ()), command, ROOT, None)
