@@ -609,7 +609,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
     constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, PACKS = kTilePacks<OPERANDS, STAGES>;
     // [warp][stage][pack][operand][lane]: each thread reads what it copied itself. If this is aligned to 16 bytes only,
-    // the forward takes 1.15 times as long.
+    // the forward takes 1.15 times as long, the backward 1.04, in bfloat16 1.07 (H200, slices of 1 MiB in float32).
     extern __shared__ __align__(128) uint4 stages[];
     // There are two of_warp and two norms, for even and odd rounds. While the reducer reads one of_warp, workers may
     // store the other. While workers read one norm, the reducer stores the other.
