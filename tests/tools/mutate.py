@@ -25,7 +25,7 @@ KERNELS = [
     # C++ on a CPU
     (NORM, "(square - sum * difference) / n;", "(square - sum * difference) / (n - 1);", "forward"),
     (NORM, "std::sqrt((variance < 0 ? 0 : variance) + eps);", "std::sqrt(variance < 0 ? 0 : variance);", "forward"),
-    (NORM, "const double difference = sum / n;", "const double difference = sum / (n + 1);", "forward"),
+    (NORM, "const double difference = sum / n,", "const double difference = sum / (n + 1),", "forward"),
     (NORM, "for (int64_t i = 0; i < n; ++i) y[i]", "for (int64_t i = 0; i < n - 1; ++i) y[i]", "forward"),
     (NORM, "double sum = 0;\n        double square = 0;", "float sum = 0;\n        float square = 0;", "forward"),
     (NORM, "    if (x.numel() == 0) return y;\n    const int64_t n =", "    const int64_t n =", "forward"),
