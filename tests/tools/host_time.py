@@ -73,7 +73,7 @@ def measure(model_path: Path, files: dict[str, Path]) -> None:
 def main(argv: list[str]) -> None:
     pairs = discover(ROOT)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a file, such as hopper/instance_norm")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a file, such as hopper/linear_swish_group_norm")
     chosen = parser.parse_args(argv).names or list(pairs)
     if unknown := [name for name in chosen if name not in pairs]:
         parser.error(f"no such file: {', '.join(unknown)}")

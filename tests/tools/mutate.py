@@ -100,13 +100,10 @@ JUDGE = [
 
 # CUDA strings, and what only a GPU shows: pair, old, new, file of tests.
 CUDA = [
-    (HOPPER + NORM, "sums.of[0] * shift) * task.share;", "sums.of[0] * shift) * task.share * 1.001;", "instance_norm"),
-    (HOPPER + NORM, "< 0 ? 0 : variance) + task.eps)", "< 0 ? 0 : variance))", "instance_norm"),
-    (HOPPER + NORM, "fma(mean, double(g_sum), double(product))", "double(product)", "instance_norm"),
-    (HOPPER + NORM, "own.add(warp_sums[w])", "own.add(warp_sums[0])", "instance_norm"),
-    (HOPPER + NORM, "if (first + i * group * V < end) sums.add", "sums.add", "instance_norm"),
-    (HOPPER + NORM, "    mbarrier_wait(exchanged, round / 4 & 1);\n", "", "instance_norm"),
-    (HOPPER + NORM, "mbarrier_wait(&state.empty[at.stage], at.parity ^ 1);", "", "instance_norm"),
+    (NORM, "rsqrtf((variance < 0 ? 0 : variance) + eps);", "rsqrtf(variance < 0 ? 0 : variance);", "instance_norm"),
+    (NORM, "offset = residual[0] * slope - residual[1];", "offset = 0;", "instance_norm"),
+    (NORM, "sum[kSums] += __popc(mask);", "sum[kSums] += kValues16<T>;", "instance_norm"),
+    (NORM, "sums.store(of_warp[round % 2][warp]", "sums.store(of_warp[0][warp]", "instance_norm"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
     (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),

@@ -204,13 +204,16 @@ def report(tool: str, stem: str, reach: dict, said: str) -> bool:
     summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", said)
     faults = Counter((what, *(name_of(site) for site in sites if site)) for what, *sites in FAULT.findall(said))
     ours = {fault: count for fault, count in faults.items() if {*fault[1:]} & {*reach["built"]} or len(fault) == 1}
-    nameless = int(summary[1]) > 0 and not faults if summary else False
-    errors, others = sum(ours.values()), faults.total() - sum(ours.values())
+    nameless = int(summary[1]) if summary and not faults else 0  # the tool counts them, and does not say where they are
+    errors, others = sum(ours.values()) + nameless, faults.total() - sum(ours.values())
     done = f"{len(called)} of {len(reach['asked'])} calls, {len(kernels)} of {len(wanted)} kernels"
     found = f"{errors} errors, {others} in libraries alone{'' if summary else ', cut off'}"
     print(f"{tool}, {stem}: {done}, {found}", flush=True)
     for fault, count in faults.most_common():
         print(f"    {'ours' if fault in ours else 'a library'}: {count} times {', '.join(fault)}")
+    if nameless:
+        lines = [line for line in said.splitlines() if line.startswith("=====")]
+        print("    without a place; the tool's first and last lines:", *lines[:20], *lines[-5:], sep="\n        ")
     return not ours and not nameless and bool(summary) and kernels == wanted
 
 
