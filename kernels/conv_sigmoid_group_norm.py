@@ -5,28 +5,29 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-There are two paths; `ModelNew.forward` chooses one by `_is_light` and `fits`. Our kernels take:
+`ModelNew.forward` chooses between our kernels and PyTorch's own by `_is_light` and `fits`. Our kernels take:
 
-    NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of few input channels; float32, float16,
-                    bfloat16, autocast; with gradients or without
+    NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of at most 32 input channels, or 16 in a
+                    16-bit type; float32, float16, bfloat16, autocast; with gradients or without
     CPU, float32    without gradients; images of 128 pixels or more
-    CPU, 16 bits    without gradients; the types for which the CPU has no instructions, computed in float32
+    CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32
 
-The Model's layers take the rest. With gradients they compute these 16-bit types in float32 from 2048 values of x on.
+PyTorch's operators take the rest; with gradients, the last line's types in float32 from 2048 values of x on.
 
-The forward reads x once for every 32 output channels and writes out once: v stays in registers. The convolution runs on
-tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
+v stays in registers, so the forward writes out once, and reads x once for every 32 output channels. The convolution
+runs on tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
 capability 8.0, 9.0, 10.0, 10.3); compiled for others it uses FMA instructions. When gradients are wanted the forward
-is the same, and x, the parameters, mean and rstd are saved. The backward computes h again, then the gradient dh of h
-and those of the five vectors. If the convolution runs on tensor cores, and there are at most 8 input and 128 output
-channels, the same kernel computes W's gradient from dh, more accurately than PyTorch in float32. A second kernel
-computes x's gradient from dh if the convolution is 3x3 and has at least 4 input channels. Otherwise ATen computes W's
-or x's gradient from dh. Our kernels compute the same bits each time.
+saves x, the parameters, mean and rstd; the backward computes h again, then the gradients. Our kernels compute W's
+gradient with tensor cores and at most 8 input and 128 output channels, in float32 more accurately than PyTorch, and x's
+for 3x3 kernels and at least 4 input channels; else ATen does. Their results are the same bits each time.
 
-Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. By
-`python harness.py conv_sigmoid_group_norm --backward` an H200 takes 1.16 ms forward in float32, 5.1 times as fast as
-eager and 2.9 times as fast as torch.compile; forward and backward, with x's gradient, 4.92 ms, 3.7 times as fast as
-eager. results/README.md says what is known of bfloat16, and of this file compiled for compute capability 8.0.
+Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
+takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile):
+
+                                  forward                     forward and backward, with x's gradient
+    float32                       1.156 ms (5.05x, 2.92x)     4.854 ms (3.79x, 2.80x)
+    float32, compiled for 8.0     1.141 ms (5.12x)            4.863 ms (3.78x)
+    bfloat16                      0.7565 ms (6.96x, 3.66x)    3.21 ms (3.89x, 2.50x)
 """
 
 import contextlib
@@ -63,11 +64,10 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = h * scale, and its gradient dv/dz. To change it, edit `activation` and `activation_gradient`
-// here, `_activate` in the Python below, the Model in models/, and this file's counterpart in hopper/. Importing this
-// file compares the first three at some z, and raises an error where they differ; a forgotten Model or counterpart
-// fails in harness.py. The activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN, so use comparisons,
-// as `v < 0 ? 0 : v`.
+// The activation v of z = h * scale, and its gradient dv/dz. To change it, edit (1) `activation` and (2)
+// `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) this file's
+// counterpart in hopper/. Importing this file compares 1 to 3; harness.py finds a forgotten 4 or 5. The activation of
+// NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN, so use comparisons, as `v < 0 ? 0 : v`.
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -88,8 +88,7 @@ __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 +
 // the difference loses digits where it is small.
 __device__ __forceinline__ float activation_gradient(float z) {
     const float v = activation(z);
-    // Where v is 0, 2^(-log2(e) z) may be infinite. Their product is NaN then, and fminf returns v. Where z is NaN,
-    // both are NaN, and so is w.
+    // Where v is 0, 2^(-log2(e) z) may be infinite: the product is NaN, and fminf returns v. If z is NaN, so is w.
     const float w = fminf(v, exp2_approx(-1.44269504f * z) * v);
     return fmaf(-w, w, w);
 }
@@ -97,35 +96,34 @@ __device__ __forceinline__ float activation_gradient(float z) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One kernel, three directions. A tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if
-// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads makes a tile: it
-// convolves, keeps the values in registers, adds up what the statistics need, publishes these sums in global memory,
-// waits until all tiles of the sample have published theirs, and then computes its output. So out is written once,
-// and x is read once for each channel tile; only pixels at the edges of tiles are read by neighbouring tiles, too.
+// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads makes a tile. It
+// convolves stage by stage: a stage is the input channels, 8 at most, that lie in shared memory together. The block
+// keeps the values in registers, adds up what the statistics need, publishes these sums in global memory, waits until
+// all tiles of the sample have published theirs, and then computes its output. So out is written once, and x is read
+// once for every 32 output channels; only pixels at the edges of tiles are read by neighbouring tiles, too.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
 //   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
-//   output       out = (v - mean) rstd gamma + beta      dh; sums of dz / rstd, dz h / rstd; dW       writes dx
+//   output       out = (v - mean) rstd gamma + beta      dh; parts of the vectors' and W's gradients  dx
 //
-// Here bias is the sum of the convolution's and the network's, and z = h scale. g is the gradient of out; dx, dh, dz,
-// dW are those of x, h, z and the convolution's weights. rstd is a factor of dz, but the sums of dz and dz h are
-// computed without it: publish_gradients multiplies each sum once. The gradient of x is the convolution of dh, with
-// zeros around it, and the weights rotated by 180 degrees.
+// Here bias is the sum of the convolution's and the network's, z = h scale, and g is the gradient of out. dx, dh, dz,
+// dW are the gradients of x, h, z and the convolution's weights. dx is the convolution of dh, with zeros around it, and
+// the weights rotated by 180 degrees.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
-// least as many blocks as a sample has tiles. Blocks take tiles in order, so by (2) no block has two tiles of a sample.
-// Take the earliest sample that is waited for. A block with an unpublished tile of it does not wait: blocks publish a
-// tile before they wait for its sample, and no earlier sample is waited for. So the tile will be published. If the grid
-// has fewer blocks (a small GPU, a huge image), or the cooperative launch is refused, there are two launches: the first
-// only publishes; the second repeats the convolution and computes the output.
+// least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
+// of another sample. It publishes a tile, then waits for that tile's sample. Of all samples that blocks wait for, let s
+// be the first. A block that has yet to publish its tile of s could wait only for a sample before s, but no block does.
+// So it runs, by (1), and will publish it. If the grid has fewer blocks, or the cooperative launch is refused, there
+// are two launches: the first only publishes; the second repeats the convolution and computes the output.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases it has room for one
-// only. In float32, on compute capability 8.0, with 3x3 kernels and at most 16 output channels, a block takes 86 KiB of
-// shared memory, of 164. And without tensor cores the gradient of x keeps two sets of sums in registers.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for one
+// only. Without tensor cores the gradient of x keeps two sets of sums in registers. And in float32 with 3x3 kernels and
+// at most 16 output channels a block takes 86 KiB of shared memory, too much for the 164 KiB of 8.0.
 //
-// The convolution runs on tensor cores where they are much faster than FMA instructions, which depends on the compute
-// capability that the code is compiled for. A thread has 64 values of h. Without tensor cores these are 16 pixels in
-// each of four channels. All lanes of a warp have the same four channels, and have these pixels of the tile:
+// A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. All lanes of a warp
+// have the same four channels, and have these pixels of the tile:
 //
 //   columns of the tile   0 1    2 3    ...   14 15    16 17    18 19   ...   30 31
 //   rows 0 to 3           lane 0      1 ...       7         0       1   ...       7
@@ -139,7 +137,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   channels 0 and 8      lane 0     1      2      3      0  ...       3
 //   channels 1 and 9      lane 4     5      6      7      4  ...       7
 //
-// Where a comment says how much of the time something else takes, that was measured in turns with this, on an H200, in
+// A comment that another way «takes 1.03 of the time» compares it with this code: measured in turns on an H200, in
 // float32, at the benchmark shapes.
 
 constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
@@ -152,7 +150,7 @@ constexpr bool kTensor = false;  // The host does not use it, but asks each kern
 #endif
 
 constexpr int kThreads = 256;                    // per block
-constexpr int kBlocks = 2;                       // that share a multiprocessor, but see above
+constexpr int kBlocks = 2;                       // per multiprocessor; one in two cases, see above
 constexpr int kWarps = kThreads / 32;            // per block
 constexpr int kValues = 64;                      // values of h per thread
 constexpr int kChannels = kTensor ? 2 : 4;       // output channels per thread
@@ -165,21 +163,20 @@ constexpr int kPixels = kValues / kChannels;     // pixels per thread and channe
 constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
 constexpr int kChunk = 8;                       // pixels that a thread loads or stores at once
 constexpr int kMostOuts = 32;                    // output channels of a tile, at most
-constexpr int kStage = 8;                        // input channels of a stage, at most: those multiplied together
+constexpr int kStage = 8;                        // input channels of a stage, at most
 constexpr int kMostTaps = 9;                     // of a 3x3 kernel; a tap is one of its positions
 constexpr int kMostSets = 16;                    // stages whose weights can stay in shared memory, at most
 constexpr int kColumns = 32;                     // pixel columns of a tile
 constexpr int kPairStep = kColumns / kPairs;     // columns from one of a thread's pairs to the next
-// Pixels from one line of x to the next in shared memory. A line is a row of x: the tile's columns, and two more that
-// the taps of a 3x3 kernel need. The other two are padding, against bank conflicts.
+// Pixels from one line of x to the next in shared memory. A line is a row of x: the tile's columns, two more that the
+// taps of a 3x3 kernel need, and two of padding, against bank conflicts.
 constexpr int kPitch = kColumns + 4;
 constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`; padded, too
 constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // of the staging memory of `write_rows`: 16 channels a warp
 constexpr int kLine = 32;  // each sample's counter has a cache line of 128 bytes of its own: 32 unsigned
 
 enum Direction { kForward, kBackward, kInputGradient };
-// What a launch does: kSums publishes the sums, kFinish computes the output from published sums, and kWait does both,
-// with the wait in between.
+// What a launch does: kSums publishes sums, kFinish computes the output from them, kWait does both, and waits between.
 enum Mode { kWait, kSums, kFinish };
 
 struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group; the mean, to about 48 bits, is mean + mean_lo
@@ -193,17 +190,17 @@ struct Arguments {
     const void* grad;  // of T
     double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
     float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): partial sums of W's gradient, or null
-    int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
+    int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16
     int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
-    int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
+    int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;  // outs: output channels of a tile
     int outs_log2;  // outs = 2^outs_log2: shifts are much faster than divisions
     int lines;  // rows of x in shared memory, of each channel
     int tiles, items;  // tiles of a sample, and of all
     int parts;  // channel tiles that a group touches, at most
     int x_floats, weight_floats;  // floats of shared memory that a stage needs
-    // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. If it is 0,
-    // each stage of each tile loads its weights again.
+    // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. Then each
+    // stage of each tile loads its weights again.
     int weight_sets;
     Mode mode;
     float eps;
@@ -234,28 +231,27 @@ struct Tile {
 struct Epilogue { float mean, factor, offset, slope, rstd; };
 
 struct Shared {
-    double sums[2][kWarps][16];  // of each channel of a warp. Forward: of d = v - anchor, and of d^2
-    float anchors[kWarps][16];  // 0 in the backward
+    double sums[2][kWarps][16];  // of a warp's channels, see sums_of_channel; forward: of v - anchor and its square
+    float anchors[kWarps][16];  // of each channel of a warp, see sum_values; 0 in the backward
     double2 channels[kMostOuts];  // sums of each channel of the tile, in `publish`
     Epilogue epilogue[kMostOuts];
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
     int offsets[kMostTaps + 1];  // see `multiply`
     float largest[kWarps];  // of a warp's values, in largest_of_block
-    float weight_units[kMostSets];  // of each stage's weights; for units see `multiply`
+    float weight_units[kMostSets];  // of each stage's weights; a unit undoes a scaling, see `multiply`
     float largest_unit;  // backward: the largest unit of the tile's stages, for `recompute_in_float`
     float x_unit;  // backward: of the tile's x
     float channel_largest[kWarps][kStage];  // backward: the largest |x| of each channel that the warp received
     Tile tiles[2];  // the one in work and the next
 };
 
-// threadIdx.x. `volatile` forces a new read at each use: otherwise values derived from it stay in registers, and others
-// spill.
+// threadIdx.x, read anew at each use (`volatile`): else values derived from it stay in registers, and others spill.
 __device__ __forceinline__ unsigned read_thread() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// Some warps have the same channels, each with other rows: 2^this warps, which is kWarps kWarpChannels / p.outs.
+// log2 of how many warps have the same channels, each with other rows: of kWarps kWarpChannels / p.outs.
 __device__ __forceinline__ int sharing_warps_log2(const Arguments& p) { return (kTensor ? 7 : 5) - p.outs_log2; }
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
 struct Fragment {
@@ -269,14 +265,14 @@ struct Fragment {
         column = lane % lanes * 2;
     }
 };
-// Where the thread's values of one tile lie in the image. Pixel i is in the thread's row i / (2 kPairs), and there in
+// Where the thread's values of one tile lie in the output. Pixel i is in the thread's row i / (2 kPairs), and there in
 // column i % 2 of pair i / 2 % kPairs.
 struct Pixels {
     int channel, channels;  // the thread's first channel in the tile; number of output channels from there on
     int64_t first;  // index of pixel 0 of the first channel in `out`, `grad` and `dh`
     int plane;  // pixels of a channel
-    unsigned valid;  // bit i: pixel i lies in the image
-    int columns;  // of the image
+    unsigned valid;  // bit i: pixel i lies in the output
+    int columns;  // of the output
     __device__ __forceinline__ Pixels(const Arguments& p, const Tile& tile) {
         const Fragment fragment(p);
         const int row = tile.row + fragment.row, column = tile.column + fragment.column;
@@ -324,7 +320,7 @@ __device__ __forceinline__ void store_packs(
         if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
 }
-// Loads or stores kChunk pixels, from `begin` on, of the thread's channel o; by pairs if rows begin at even indices.
+// Loads or stores kChunk pixels, from `begin` on, of the thread's channel o; two at once if all pairs are aligned.
 template <typename T>
 __device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kChunk]) {
     from += at.first + int64_t(o) * kChannelStep * at.plane;
@@ -340,9 +336,8 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The convolution. copy_x copies x to shared memory as (channel, line, column): all lines and columns that the tile's
-// pixels depend on; lines are kPitch apart. Without tensor cores float32 is used from there; 16-bit values are copied
-// to `raw`, and receive_x widens them to `x`. With tensor cores all types are copied to `raw`, and receive_x writes `x`
-// as `multiply` reads it.
+// pixels depend on; lines are kPitch apart. In float32 without tensor cores this is the `x` that is convolved. Else the
+// copy is `raw`, and receive_x makes `x` of it: floats or, with tensor cores, what `multiply` reads.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) {
     return min(p.stage, p.in_channels - first);
@@ -374,9 +369,8 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
     }
 }
 // By a block: starts to copy the tile's part of x, of one stage's input channels from `first` on, to shared memory, and
-// zeros for what is outside the image. From compute capability 8.0 on the copies are cp.async, which go on while the
-// thread does something else; but 16-bit values of images with an odd width are loaded and stored at once. With tensor
-// cores each call of the lambda copies a pack of all kStage channels.
+// zeros for what is outside x. From compute capability 8.0 on it uses cp.async and does not wait; but 16-bit values of
+// an odd width are copied one by one. With tensor cores each call of the lambda copies a pack of each channel.
 template <typename T, int PACK>
 __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
@@ -402,7 +396,7 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
 template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a warp, on tensor cores: the largest of the lanes' values, none of which is negative. Then their bits, as whole
+// By a warp, with tensor cores: the largest of the lanes' values. None is negative, so their bits, read as whole
 // numbers, are in the values' order.
 __device__ __forceinline__ float largest_of_warp(float value) {
 #if __CUDA_ARCH__ >= 800
@@ -410,8 +404,7 @@ __device__ __forceinline__ float largest_of_warp(float value) {
 #endif
     return value;
 }
-// The same by a block. Contains one __syncthreads; before a second call another is needed, because both write
-// shared.largest.
+// The same by a block. Contains a __syncthreads, and needs one before a second call: both write shared.largest.
 __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
     value = largest_of_warp(value);
     if (read_thread() % 32 == 0) shared.largest[read_thread() / 32] = value;
@@ -444,9 +437,8 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
 }
 
 // Waits for this thread's cp.async copies, converts them (16 bits to float; for tensor cores float32 to two pieces),
-// and stores them to x. Returns the factor by which a stored value must be multiplied. In the backward, on tensor
-// cores, it also writes what W's gradient needs: shared.channel_largest and x_unit. Contains a __syncthreads if T is
-// float on tensor cores.
+// and stores them to x. Returns x's unit, see `multiply`. In the backward, with tensor cores, it also writes what W's
+// gradient needs: channel_largest and x_unit. Contains a __syncthreads if kTensor and T is float.
 template <typename T, int PACK, Direction DIRECTION>
 __device__ __forceinline__ float receive_packs(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
@@ -456,7 +448,7 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * image + pixel) : Pack<T, PACK>();
         };
-        float scale = 1, largest[kStage] = {};  // of each channel, or, if this is not the backward, of all
+        float scale = 1, largest[kStage] = {};  // in the backward of each channel, else [0] of all
         if constexpr (kPieces<T> == 2 || DIRECTION == kBackward) {
             for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
 #pragma unroll
@@ -512,7 +504,7 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
     }
     return unit;
 }
-// The two by pairs of columns if rows begin at even indices.
+// By pairs of columns, if the width is even: then all pairs are aligned.
 template <typename T>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* raw) {
     if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first, raw);
@@ -524,8 +516,7 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
                             : receive_packs<T, 1, DIRECTION>(p, first, raw, x, shared);
 }
 
-// The weight of output channel o, input channel `in` and a tap; for the gradient of x the kernel is rotated by 180
-// degrees.
+// The weight of output channel o, input channel `in` and a tap; for the gradient of x rotated by 180 degrees.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, int tap) {
     const int taps = p.kernel * p.kernel;
@@ -533,9 +524,8 @@ __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, in
                                                    : (int64_t(o) * p.in_channels + in) * taps + tap;
     return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[at]) : 0.0f;
 }
-// By a block: loads the tile's parameters, and the weights of the stage's input channels from `first` on, stored as
-// (in, tap, out) or, with tensor cores, as `multiply` reads them. Returns the factor by which a stored weight must be
-// multiplied. Contains a __syncthreads if T is float on tensor cores.
+// By a block: loads the tile's parameters and a stage's weights, from input channel `first` on, as (in, tap, out) or,
+// with tensor cores, as `multiply` reads them. Returns their unit. Contains a __syncthreads if kTensor and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
     const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first);
@@ -640,7 +630,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_
             : "memory");
     }
 }
-// d += a b, for 16 channels and 8 pixels: 16 products are added to each element of d. T is the type that is convolved.
+// d += a b, for 16 channels and 8 pixels: 16 products are added to each element of d. If T is float, a and b are half.
 template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -654,7 +644,7 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
     }
 }
-// By a warp, on tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. In each
+// By a warp, with tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. In each
 // step (two taps of kStage channels, mma's k = 16) a lane loads the weights of 16 output channels from shared memory,
 // then, for every 8 pixels, loads x by ldmatrix and multiplies. Tensor cores multiply 16-bit numbers exactly, and add
 // up the products in float32. float16 and bfloat16 are multiplied as they are, and mma adds to `sum` itself.
@@ -664,15 +654,15 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // products. Tensor cores truncate their sums. So in each step the accumulators `part` start at zero, the small products
 // come first, and fmaf then adds `part` to `sum`, with rounding.
 //
-// A float16 is a multiple of 2^-24, and below 2^16. So the x of each stage of a tile is first multiplied by a power of
-// two, which brings the largest to 2^13 or more, below 2^14; and so are each stage's weights. A product has to be
-// multiplied by `unit`, the inverse of the product of both powers. The errors below are those of such scaled numbers.
+// A float16 is a multiple of 2^-24, and below 2^16. So the x of each stage of a tile is first scaled by a power of two,
+// which brings the largest to 2^13 or more, below 2^14; and so are each stage's weights. The inverses of these powers
+// are the units of x and of the weights. Their product is `unit`: a product of scaled numbers times `unit` is x w.
 //
-// Each product is wrong by less than 2^-21 of itself, and much less as a rule: lo lo', which is left out, is at most
-// 2^-22 of it, and the roundings of the two lo are at most 2^-23 each. These errors are like float32's own roundings of
-// a sum. But lo is a multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a factor below 2^-2.
-// The product is then wrong by up to 2^14 2^-25 = 2^-11 of a unit: over the 72 products of a stage (8 channels, 9 taps)
-// by at most 0.04 units, and 0.001 as a rule. `recompute_in_float` recomputes the tiles where this might be seen in z.
+// The product of two scaled numbers is wrong by less than 2^-21 of itself, and much less as a rule: by at most 2^-22
+// for lo lo', which is left out, and 2^-23 for the rounding of each lo. These errors are like float32's own. But lo is
+// a multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other
+// one is below 2^14, so the product is wrong by up to 2^-11, and h by at most 72 2^-11 = 0.04 `unit` for each stage of
+// 8 channels and 9 taps; 0.001 as a rule. `recompute_in_float` mends the tiles where this might be seen in z.
 //
 //     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
 //     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
@@ -732,14 +722,14 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     }
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. With float32's pieces scale_for returns NaN for an infinite x or weight of a stage, so
-//   all values become NaN. With 16 bits an infinite x times the zero weight of a tap that does not exist is NaN. An
-//   infinite weight times a zero around the image is NaN, too. This function multiplies nothing outside the image.
-// - `unit` is large, for float32 on tensor cores. At kUnitLimit the absolute error described at `multiply` makes z = h
-//   scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27 as a rule, which is less than float32's own
-//   rounding of a z of 1. `unit` exceeds it only if x and weights are so large that, as a rule, a sigmoid is saturated.
-//   The gradient of x is not checked: its absolute error is at most 2^-30 of the tile's largest dh times the largest
-//   weight, for each stage of 8 channels.
+// - one of them is not finite. In float32 with tensor cores an infinite x or weight makes its stage's unit NaN, and so
+//   all values. In 16 bits an infinite x times the zero weight of a tap that does not exist is NaN, and so is an
+//   infinite weight times a zero around x. This function multiplies nothing outside x.
+// - `unit`, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with tensor cores. At this limit h's error
+//   of 0.04 `unit`, see `multiply`, makes z = h scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27
+//   as a rule; float32 itself rounds a z of 1 by up to 2^-24. Above it the largest |x| times the largest |weight| times
+//   that |scale| exceeds 2^26 kUnitLimit = 2^9, where a sigmoid is saturated, as a rule. The gradient of x is not
+//   checked: it is wrong by at most 2^-30 of the tile's largest |dh| times the largest |weight|, for each stage.
 constexpr float kUnitLimit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
@@ -821,7 +811,7 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // order of additions is fixed, so results are the same bits each time.
 
 // A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
-// The sums of g are EXACT: g's total is beta's gradient, which may be near zero, and has no other rounding error.
+// The sums of g are EXACT: their total is beta's gradient, which may be near zero, and only these additions round it.
 // Where the sum is not finite, `lost` is NaN.
 struct Addend {
     float sum, lost;
@@ -833,7 +823,7 @@ struct Addend {
     }
     __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + lost : sum; }
 };
-// Adds the sum that the lane at this distance gives.
+// Gives `given` to the lane at this distance, and adds what that lane gives.
 template <bool EXACT> __device__ __forceinline__ void add_of_lane(Addend& to, Addend given, int distance) {
     to.add<EXACT>(__shfl_xor_sync(~0u, given.sum, distance));
     if (EXACT) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
@@ -862,10 +852,10 @@ template <bool EXACT> __device__ __forceinline__ Addend sum_of_lanes(Addend (&va
 // and v^2; in the backward those of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
     const int warps = 1 << sharing_warps_log2(p), first = c / kWarpChannels * warps;  // that have the channel
-    const int of_warp = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // of pixels in the image
+    const int of_warp = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // in the output
     double2 all = {};
     for (int warp = first; warp < first + warps; ++warp) {
-        const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // of pixels in the image
+        const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // in the output
         if (rows <= 0) break;
         const double n = rows * columns, anchor = shared.anchors[warp][of_warp];
         const double sum = shared.sums[0][warp][of_warp], square = shared.sums[1][warp][of_warp];
@@ -930,8 +920,7 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
     }
 }
 
-// By a block, a warp for each group of the tile: adds up the published sums of the group, and computes from the total
-// the Epilogue of each channel.
+// By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues.
 template <bool BACKWARD>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.channel + p.outs, p.out_channels);
@@ -960,7 +949,7 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
             of.mean = float(mean);
             of.mean_lo = float(mean - of.mean);
             of.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
-            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // several tiles write the same value
+            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // tiles of its other channels write the same
         }
         for (int c = max(first, tile.channel) + lane; c <= min(last, end - 1); c += 32) {
             const float4 parameters = shared.parameters[c - tile.channel];
@@ -1010,7 +999,7 @@ __device__ __forceinline__ void sum_values(
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
         // The anchor is the median of three pixels of the channel's first lane, which are so far apart that an infinity
-        // in x makes at most one of them infinite or NaN. If the second or the third is outside the image, the anchor
+        // in x makes at most one of them infinite or NaN. If the second or the third is outside the output, the anchor
         // is the lane's first pixel, which is outside only if all of the lane's pixels are.
         const float first = v[o][0];
         const float second = three ? v[o][kSecond] : first;
@@ -1031,16 +1020,15 @@ __device__ __forceinline__ void sum_values(
     }
     keep_sums<false>(sums, anchors, shared, warp);
 }
-// By a warp, with tensor cores: writes a row of its 16 channels at a time, through shared memory, so that a store
-// writes 128 contiguous bytes of a channel instead of 32, and with 16 bits 64 instead of 16. `staging` is the staging
-// memory, the warp's own part of it.
+// By a warp, with tensor cores: writes a row of its 16 channels at a time, through its part of the staging memory, so
+// that a store writes 128 contiguous bytes of a channel instead of 32, and with 16 bits 64 instead of 16.
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* staging) {
     constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes per channel; channels written at once
     const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, of_lane = lane / kLanes;
     const int row = tile.row + Fragment(p).row, column = tile.column + lane % kLanes * 2;
-    const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first row to the image's last
+    const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first row to the output's last
     const int channels = p.out_channels - tile.channel - first - of_lane;
     const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + of_lane) * pixels.plane;
     T* const to = static_cast<T*>(p.out) + of_channel + int64_t(row) * p.columns + column;
@@ -1100,8 +1088,7 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// The backward; g is the gradient of out.
-// Brings the tile's g to L2 while the block convolves. Without that the backward takes 1.03 of the time.
+// Brings the tile's g, the gradient of out, to L2 while the block convolves: else the backward takes 1.03 of the time.
 template <typename T> __device__ __forceinline__ void prefetch_gradients(const Arguments& p, const Tile& tile) {
     const int last = min(kColumns, p.columns - tile.column) - 1;
     for (int i = read_thread(); i < p.outs * p.tile_rows; i += kThreads) {
@@ -1187,22 +1174,20 @@ __device__ __forceinline__ void write_gradients(
 // B is read from shared memory: `x`, as the convolution left it, from offsets[tap] on, transposed by ldmatrix. `x` must
 // hold all input channels, so there is one stage, of at most 8. Outside the output dh is 0, and adds nothing.
 //
-// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`: a power of two brings
-// the largest dh of each channel of a warp to 2^13 or more, below 2^14. To first order, a product is wrong by at most
+// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`: a power of two brings D,
+// the largest |dh| of each channel of a warp, to 2^13 or more, below 2^14. To first order a product is wrong by at most
 //
-//     |dh x| 2^-21   +   |x| 2^-38 (the warp's largest dh of channel o)   +   |dh| 2^-22 (the tile's largest x of c)
+//     |dh x| 2^-21   +   |x| 2^-38 D   +   |dh| 2^-22 X          where X is the tile's largest |x| of channel c
 //
-// because a small lo is wrong by up to 2^-25, and that dh, scaled, is at least 2^13. Scaled, that x is at least 1/8, or
-// the warp calls add_weight_gradient_in_float. It also does so where x or (with pieces) dh is infinite: in any type an
-// infinite x would make those taps NaN, too, that multiply it only by zeros, the dh of pixels outside the output.
-// (Where x is NaN, h is NaN in all output channels. So are the sample's statistics, its dh, and W's gradient, as they
-// should be.) Tensor cores truncate their sums, so `part` begins at zero in each row.
+// The last two terms are those of a small lo, wrong by up to 2^-25: scaled, D is at least 2^13, and X at least 2^-3.
+// If X is smaller, the warp calls add_weight_gradient_in_float. It also does so if x or, with pieces, dh is infinite:
+// an infinite x times the zero dh of a pixel outside the output is NaN, in any type. (A NaN in x makes the sample's dh
+// NaN, and W's gradient, as it should.)
 //
-// A warp computes the sums of its 16 channels and four rows, tap by tap, and adds them, tile after tile, to a slot of
-// its own in global memory. Registers have no room for them (36 in each lane), nor has shared memory (36 KiB a
-// block) in float32 on compute capability 8.0. As no two warps share a slot, there are no atomics, and the order of
-// additions is fixed. ATen adds up the slots, in double. They take 10 MB on an H200, or 39 MB with 128 output
-// channels, and stay in its L2 of 50 MB.
+// A warp computes the sums of its 16 channels and four rows, tap by tap, and adds each tile's sums to its channels
+// of a slot, an array of W's size in global memory. Registers have no room for them (36 in each lane), nor has shared
+// memory (36 KiB a block) in float32 on 8.0. No two warps share channels of a slot, so the order of additions is fixed.
+// ATen adds up the slots, in double. They take 10 MB on an H200, or 39 MB for 128 output channels: its L2 has 50 MB.
 
 // The address, in the warp's slot, of this lane's first element of mma's result for the tap.
 __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, int tap) {
@@ -1245,8 +1230,8 @@ template <typename T>
 __device__ __forceinline__ void add_weight_gradient(
     const Arguments& p, const Tile& tile, const float* x, const Shared& shared, const float (&dh)[kChannels][kPixels]) {
     constexpr int kCount = kPieces<T>, kAtOnce = 2;  // rows at a time
-    constexpr float kLeast = 1.0f / 8;  // of a channel's largest scaled |x|; the tile's is at least 2^16 times as large
-    float largest_x = 0;  // of the tile's channel c
+    constexpr float kLeast = 1.0f / 8;  // of X, scaled; the largest X of all channels is at least 2^13
+    float largest_x = 0;  // X of channel c
     for (int warp = 0, c = read_thread() % kStage; warp < kWarps; ++warp) {
         largest_x = fmaxf(largest_x, shared.channel_largest[warp][c]);
     }
@@ -1328,9 +1313,8 @@ __device__ __forceinline__ void publish_gradients(
     channel_sum(p, tile, 3, lane) = all.y * rstd;
 }
 
-// Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the image. g is 0 there,
-// so that nothing is added to the sums; but an infinite weight or x would make h NaN, and NaN times 0 is NaN. (It is
-// not set to 0, because an infinite scale would make z NaN.)
+// Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
+// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (With 0 an infinite scale makes z NaN.)
 template <Direction DIRECTION>
 __device__ __forceinline__ void add_bias(
     const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
@@ -1357,7 +1341,7 @@ __device__ __forceinline__ void add_bias(
 template <typename T, Direction DIRECTION>
 __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradient ? 1 : kBlocks)
     convolve_and_normalize(const __grid_constant__ Arguments p) {
-    // Dynamic shared memory: x | weights: of all stages that keep them, or of one | raw, if kRaw; else raw is x.
+    // Dynamic shared memory: x | weights of all stages or, if weight_sets is 0, of one | raw, if kRaw; else raw is x.
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
@@ -1405,7 +1389,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
             unit *= receive_x<T, DIRECTION>(p, first, raw, x, shared);
-            // The backward has no register left for it. Where there is one, the kernel takes 0.98 of the time.
+            // In a register largest_unit takes 0.98 of the time, but the backward has no register left.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
             else if (read_thread() == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first + p.stage, raw);
@@ -1480,8 +1464,8 @@ static Arguments plan(const int64_t* sizes) {
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
 
 // Computes the bytes of the workspace, the rows of channel_sums and, unless it is null, the shape of weight_sums: no
-// slots if the backward does not compute W's gradient. It does on tensor cores, if all of x that a tile depends on is
-// in shared memory at once, and for 128 output channels at most, so that the slots fit L2. Returns a cudaError_t.
+// slots if the backward does not compute W's gradient. It does so with tensor cores, if one stage holds all input
+// channels, and for 128 output channels at most, so that the slots fit L2. Returns a cudaError_t.
 extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape) {
     const Arguments p = plan(sizes);
     *rows = int64_t(p.samples) * p.pixel_tiles;
@@ -1543,7 +1527,8 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.tiles) {
-        // Whole samples, if few blocks are left out: waiting for blocks that are a tile behind takes 1.03 of the time.
+        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. Otherwise blocks wait for those that
+        // make tiles of the same sample a round later, and the kernel takes 1.03 of the time.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
         p.mode = kWait;
@@ -1561,10 +1546,9 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     return cudaGetLastError();
 }
 
-// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward dh takes the
-// place of out, and grad, channel_sums and weight_sums follow, the last of which may be null. For the gradient of x
-// they are dh, weight, seven that are not used, and dx; the sizes of x are those of dh, and out_channels are dx's.
-// Returns a cudaError_t.
+// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward: dh for out,
+// then grad, channel_sums and weight_sums, which may be null. For the gradient of x: dh, weight, seven unused, dx; and
+// in `sizes` the sizes of dh for those of x, and x's channels for out_channels. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
     Arguments p = plan(sizes);
@@ -1634,18 +1618,16 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 // ---- on a CPU: a direct convolution in registers, and the rest while a group is in the cache
 //
 // A sample is computed in bands of some rows and four channels. h, here without biases, has x's row length: its pixel
-// (row, column) is at index row * width + column. A value of h is a sum of terms, a term a weight times a value of x.
-// For each pixel the term's x is at the same offset from it, offsets[term]. So a band is one long row, cut into tiles
-// of kTilePixels:
+// (row, column) is at index row * width + column. A value of h is a sum of terms, each a weight times the x that is
+// offsets[term] away from the pixel. So a band is one long row, cut into tiles of kTilePixels:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
-// A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; each loaded
-// value of x is used in four products. Then, while the band is in the first-level cache, the thread computes the
-// activation, adds up the values and their squares in double, and copies the band to out. Before, each tile prefetches
-// its cache lines of out: all in all this is 1.1 times as fast. When all bands of a group are computed, its channels
-// are normalised in place.
+// A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; a loaded
+// value of x is used in four products. Each tile first prefetches its cache lines of out: that makes the whole 1.1
+// times as fast. Then, while the band is in the first-level cache, the thread computes the activation, adds up values
+// and squares in double, and copies the band to out. When all bands of a group are there, its channels are normalised.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1662,7 +1644,7 @@ constexpr int64_t kTermsOfASum = 72;       // longer sums are split into parts o
 constexpr int64_t kMostTerms = 160;        // of a value of h; with more, PyTorch's convolution is as fast
 constexpr int64_t kGrain = 32768;          // with fewer values per thread, another thread does not pay
 constexpr int64_t kLineValues = 16;        // of a cache line of 64 bytes
-constexpr size_t kMappedBytes = 32 << 20;  // glibc gets each larger block by mmap, and unmaps it when it is freed
+constexpr size_t kMappedBytes = 32 << 20;  // glibc's largest threshold: a larger block is always mapped anew
 
 // Computes a tile's sums of `terms` terms, and writes them to h or, if `adds`, adds them to h.
 void convolve_tile(const float* x, const int64_t* offsets, int64_t terms, const float* weight, float* h,
@@ -1690,9 +1672,8 @@ void convolve_tile(const float* x, const int64_t* offsets, int64_t terms, const 
     }
 }
 
-// 2^t in operations that the compiler can vectorize. t is split into a whole number n, which becomes the exponent's
-// bits, and |f| <= 0.5. A polynomial gives 2^f; evaluated in float32, its relative error is at most 2.4e-7. min and max
-// are in the order that keeps a NaN.
+// 2^t in operations that can be vectorized. t = n + f; n becomes the exponent's bits, and a polynomial gives 2^f, |f|
+// <= 0.5, in float32 with a relative error of at most 2.4e-7. min and max are in the order that keeps a NaN.
 inline float exp2_approx(float t) {
     t = std::min(std::max(t, -126.0f), 128.0f);
     constexpr float kRound = 12582912 + 127;  // 1.5 * 2^23: the sum has no fraction, and ends with the bits of n + 127
@@ -1778,9 +1759,9 @@ struct DirectConvolution {
     int64_t columns = width - kernel_columns + 1;
     int64_t band_rows = std::clamp<int64_t>(kBandPixels / width, 1, rows);
     int64_t bands = at::divup(rows, band_rows);
-    int64_t tiles = at::divup(outs, kTileChannels);  // of a sample
+    int64_t tiles = at::divup(outs, kTileChannels);  // of 4 channels, in a sample
     int64_t group_channels = outs / groups;
-    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // fewest groups that fill whole tiles
+    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // a slice: whole groups, whole tiles
     int64_t slices = at::divup(outs, slice_channels);  // of a sample
     Tensor output = at::empty({samples, outs, rows, columns}, input.options());
     const float* x = input.const_data_ptr<float>();
@@ -1851,7 +1832,7 @@ struct DirectConvolution {
         }
     }
     void normalize_channels(int64_t begin, int64_t end) {
-        const int64_t of_group = group_channels * bands;  // sums; each channel adds up its group's once more
+        const int64_t of_group = group_channels * bands;  // sums of bands; each channel adds up all of its group's
         const double n = double(group_channels) * rows * columns;
         for (int64_t i = begin; i < end; ++i) {
             Sums sums;
@@ -2188,15 +2169,12 @@ def _is_image(t: torch.Tensor) -> bool:
 
 
 def fits(tensors: tuple, groups: int) -> bool:
-    """Whether our kernels take the network's tensors: x, then the parameters in the operators' order.
-
-    torch.export, unless strict, runs a module with FakeTensors.
-    """
+    """Whether our kernels take the network's tensors: x, then the parameters in the operators' order."""
     x, weight, conv_bias, bias, scale, gamma, beta = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     for t in tensors:
-        if type(t) not in (torch.Tensor, nn.Parameter, FakeTensor):
+        if type(t) not in (torch.Tensor, nn.Parameter, FakeTensor):  # torch.export, unless strict, has FakeTensors
             return False
     if not (x.is_cpu or x.is_cuda and torch.version.cuda):
         return False
@@ -2225,7 +2203,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     if x.is_cpu:
         return True
     most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN is faster
-    # The kernel counts tiles in 32 bits. 2**39 values are 2**25 full tiles; 2**30 planes of a pixel are 2**30.
+    # The kernel counts tiles in 32 bits: 2**39 values fill 2**25 tiles, 2**30 channels of one pixel take 2**30 at most.
     small = samples * channels * rows * columns < 2**39 and samples * channels < 2**30 and height * width < 2**31
     return (high, wide) in ((1, 1), (3, 3)) and ins <= most and small
 
@@ -2287,12 +2265,9 @@ def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _is_light(tensors: tuple) -> bool:
-    """Whether `fits` would take longer than our kernels save: float32 on a CPU, and a small image or gradients.
-
-    False while a program is compiled or exported: there the operator decides, when it runs.
-    """
+    """Whether `fits` would take longer than our kernels save: float32 on a CPU, and a small image or gradients."""
     x = tensors[0]
-    if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():
+    if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # then the operator decides
         return False
     if x.dtype != torch.float32 or x.dim() != 4 or torch.is_autocast_enabled("cpu"):
         return False
@@ -2309,8 +2284,7 @@ class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
-    What torch.export makes under torch.no_grad holds our operator. Without no_grad, what it makes on a CPU holds the
-    Model's layers, which PT2E can quantize.
+    torch.export keeps our operator under torch.no_grad; else, on a CPU, the Model's layers, which PT2E can quantize.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):
