@@ -8,25 +8,24 @@ over each slice: the H x W values of one sample and channel. var is the biased v
 7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16. On a CPU they take only float32
 without gradients. For everything else, and for a norm with hooks (see `fits`), PyTorch's instance_norm is called.
 
-Mean and variance depend on every value of a slice, so no output can be written before the whole slice has been read:
-every value is used twice. To read it from DRAM only once, the kernels keep the slice on the chip between the two uses.
-The backward keeps the slice of g, too. The size of x's slice decides where (limits in brackets: of the backward):
+Every value is used twice: for the mean and the variance and, when all of its slice has been read, for the output. The
+kernels read it from DRAM only once: between the two uses they keep its slice on the chip, and in the backward that of
+g, too. The size of x's slice decides where (limits in brackets: the backward's):
 
-    size of x's slice                      where it is kept
-    up to 64 KiB (32)                      in the registers of a group of 1 to 512 threads
-    up to 6.9 MiB (4.6) on an H200         in the shared memory of several blocks, which wait for each other's sums
-                                           (the benchmark's slices: 1 MiB in float32)
-    larger, or where blocks cannot wait    nowhere: the input is read twice, the output written once
+    up to 64 KiB (32 KiB)                 in the registers of a group of 1 to 512 threads
+    up to 6.9 MiB (4.6 MiB) on an H200    in the shared memory of several blocks, which wait for each other's sums
+    larger, or blocks cannot wait         nowhere: the input is read twice
 
 6.9 MiB are what 132 blocks hold, one on each SM. Each has 576 worker threads, and each of these holds 6 packs of 16
-bytes; in float16 and bfloat16 8 packs (9.2 MiB in all). In the backward of any dtype it holds at most 4 of x and 4 of
-g. If 16 does not divide a slice's bytes, these limits are a little lower. Blocks can wait for each other only if all
-are resident: on the SMs at the same time.
+bytes; in float16 and bfloat16 8 packs (9.2 MiB in all); in any backward at most 4 of x and 4 of g. If 16 does not
+divide a slice's bytes, the limits are a little lower. Blocks can wait only if all are on the SMs at the same time.
 
-For x of (112, 64, 512, 512) in float32 the forward moves 15.03 GB and computes some 10 FLOPs a value; the backward
-moves 22.5 GB. On an H200 the forward takes 3.51 ms. That is 2.33x as fast as eager, and as fast as a copy of x. Forward
-and backward take 9.32 ms, 1.98x as fast as eager. What is compiled for an A100 takes as long there. This was measured
-by `python harness.py instance_norm --backward`, the second time with `TORCH_CUDA_ARCH_LIST=8.0+PTX`.
+harness.py measured on an H200, for x of (112, 64, 512, 512). (2.31x eager: 2.31 times as fast as eager. In float32 the
+forward moves 15.03 GB, as fast as a copy of x does, and the backward alone moves 22.5 GB.)
+
+    float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.027 ms: 2.04x, 1.60x
+    bfloat16                    forward 1.803 ms: 3.73x eager, 1.66x compile    with backward 4.523 ms: 3.27x, 1.65x
+    float32, compiled for 8.0   forward 3.512 ms                                with backward 9.028 ms
 """
 
 import contextlib
@@ -65,21 +64,20 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // the packs that one slice touches, numbered from 0. If the number n of a slice's values is not a multiple of V, spans
 // are RAGGED: a slice may begin and end inside a pack, and the other values of that pack belong to its neighbours.
 // Threads load such a pack whole, leave the neighbours' values out of the sums, and store only the slice's own values,
-// one at a time. The picture shows slice 1 of a tensor with slices of 10 float32 values (V = 4). x stands for a value
-// of the slice, and . for a value of its neighbours:
+// one at a time. In this picture slices have 10 float32 values (V = 4). x is a value of slice 1, . one of a neighbour:
 //
 //      pack             0              1              2
 //               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
 //              slice 0 | slice 1                             | slice 2
 //                      head = 2, packs = 3, tail = 4, mask(0) = 0b1100
 
-template <typename T> constexpr int kValues16 = 16 / sizeof(T);  // the values in 16 bytes
+template <typename T> constexpr int kValues16 = 16 / sizeof(T);  // the number of values in 16 bytes
 template <int V> constexpr unsigned kWholePack = (1u << V) - 1;  // the mask of a pack whose values all are the slice's
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 template <typename T, int V> __device__ __forceinline__ float value_of(const Pack<T, V>& pack, int i) {
     return to_float(pack.value[i]);
 }
-// A bfloat16 is the upper half of a float, so one instruction converts a value here. to_float takes 1.5 of them.
+// A bfloat16 is the upper half of a float, so one instruction converts a value here. to_float takes 1.5 on average.
 template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16, V>& pack, int i) {
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
@@ -90,12 +88,12 @@ template <typename T, int V, int OPERANDS> struct Operands { Pack<T, V> pack[OPE
 template <typename T> struct Task {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
     T* to;  // y, in the backward dx
-    int64_t slices, n;  // n: values in a slice
+    int64_t slices, n;
     double inverse_n;  // 1 / n
     float eps;
-    void* (*allocate)(void* tensor, int64_t bytes);  // gives this tensor a new size, and returns its memory
+    void* (*allocate)(void* tensor, int64_t bytes);  // gives `tensor` that many bytes, and returns its memory
     void* tensor;
-    double* workspace;  // its memory: the sums that blocks publish to each other
+    double* workspace;  // the memory of `tensor`: the sums that blocks publish to each other
     cudaStream_t stream;
 };
 
@@ -115,15 +113,15 @@ __device__ __forceinline__ void copy_async(void* shared, const void* from) {
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// The copies that the thread has begun since its last call of this become a group of copies, as cp.async calls it. The
-// group may be empty. Then the thread waits until all of its groups but the last N have arrived in shared memory.
-// Before 8.0 there is nothing to wait for.
+// Makes one cp.async group, perhaps an empty one, of the copies that the thread began since its last call. Then waits
+// until all of the thread's groups but the last N are in shared memory. Before 8.0 there is nothing to wait for.
 template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" : : "n"(N) : "memory");
 #endif
 }
 
+// If not ALIGNED, the span lies in shared memory and may begin at any value, so values are moved one by one.
 template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
     // base: the index in the tensor of pack 0's first value. head: how many of pack 0's values lie before the slice.
     // tail: how many of the last pack's values lie before the slice's end.
@@ -140,7 +138,7 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         packs = int((head + task.n + V - 1) / V);
         if (RAGGED) tail = int(uint64_t(head + task.n - 1) % V) + 1;
     }
-    // The part of a slice that a thread has in shared memory: `values` values from the index `begin` on.
+    // The part of a slice that a thread has in shared memory: `values` values from index `begin` of `from` on.
     __device__ Span(int begin, int values) : base(begin), packs((values + V - 1) / V) {
         if (RAGGED) tail = values - (packs - 1) * V;
     }
@@ -157,10 +155,9 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         const T* const from = task.from[o] + at;
         if constexpr (!ALIGNED) {
 #pragma unroll
-            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // also those past the end, which the mask leaves out
+            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // the mask leaves out those past the span's end
         } else if (RAGGED && at + V > task.slices * task.n) {
-            // The tensor ends inside this pack. Load only the values that exist, and at once even if ASYNC. The mask
-            // leaves out the others.
+            // The tensor ends inside this pack. Load the values that exist, at once even if ASYNC.
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 if (at + i < task.slices * task.n) to.value[i] = from[i];
@@ -171,7 +168,7 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
             to = *reinterpret_cast<const Pack<T, V>*>(from);
         }
     }
-    // Stores pack p of the output: whole, or only the slice's values if neighbours share the pack.
+    // Stores pack p of the output: only the slice's values.
     __device__ void store(const Task<T>& task, const Pack<T, V>& pack, int p) const {
         T* const to = task.to + base + int64_t(p) * V;
         const unsigned mask = this->mask(p);
@@ -191,9 +188,8 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
 // x - shift[0], and e is g - shift[1]. The shifts are near the means of x and g, so d and e are small, and little
 // precision is lost when the means are subtracted later, even where x is 10000 + noise.
 
-// Adds the values of one place to `sum`, the thread's sums of d, d * d and, in the backward, e and d * e. If RAGGED,
-// bit i of `mask` says whether value i belongs to the slice; otherwise all values do. The products of a pack of 16
-// bytes are added to each other first, and then once to `sum`, so that fewer roundings follow each other.
+// Adds the values of `operands`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
+// A pack of 16 bytes is added up by itself first, so that fewer roundings follow each other.
 template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline__ void add_products(
     float* sum, const Operands<T, V, OPERANDS>& operands, unsigned mask, const float (&shift)[OPERANDS]) {
     constexpr bool kWhole = V == kValues16<T>;
@@ -217,16 +213,16 @@ template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline
     }
 }
 
-// A Norm turns the values of a slice into its outputs. The mean of x is mean[0] + residual[0], and that of g is mean[1]
-// + residual[1]: a float cannot hold a mean exactly, and a residual is what it lacks. For an x near the mean, the
+// A Norm turns a slice's values into its outputs. A float cannot hold a mean exactly, and a residual is what it lacks:
+// the mean of x is mean[0] + residual[0], and that of g is mean[1] + residual[1]. For an x near the mean, the
 // difference x - mean[0] is nearly exact, so `offset` can correct for the residuals afterwards:
 //     y  = (x - mean[0]) * rstd + offset                                offset = -residual[0] * rstd
 //     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = residual[0] * slope - residual[1]
-// Here slope is rstd^2 * the covariance of x and g. The forward needs no slope and does not set it.
+// Here slope is rstd^2 * the covariance of x and g. The forward does not set it.
 template <int OPERANDS> struct Norm {
     float mean[OPERANDS], rstd, slope, offset;
 
-    // sum: the slice's sums of d, d * d / n and, in the backward, e and d * e / n, around `shift`.
+    // sum: the slice's sums of d, of d * d / n, and in the backward of e and of d * e / n.
     template <typename Real> __device__ void set(
         const Real (&sum)[2 * OPERANDS], const float (&shift)[OPERANDS], Real inverse_n, float eps) {
         Real difference[OPERANDS];  // from the shift to the mean
@@ -263,41 +259,39 @@ template <int OPERANDS> struct Norm {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Small slices are kept in registers: up to 64 KiB (backward 32). A group of 1 to 512 threads, a power of two, has a
-// slice, and each of its threads up to PACKS packs of it. (If slices have one or two packs, a group has two slices,
-// and a thread one pack of each: 4 x 4 in bfloat16 takes 0.92 of the time.) All is computed in float. The group first
-// computes its shifts: the means of a sample of the values. Then it computes the sums around the shifts, and from these
-// the Norm.
+// Small slices are kept in registers. A group of 1 to 512 threads, a power of two, has a slice, and each of its threads
+// up to PACKS packs of it. (If slices have one or two packs, a group has two slices, and a thread one pack of each. For
+// 4 x 4 in bfloat16 this takes 0.92 of the time.) All is computed in float. The group first computes its shifts: the
+// means of a sample of the values. Then it computes the sums around the shifts, and from these the Norm.
 //
 // In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
-// 16 bits only the first pack of each thread is in the sample. This is enough: if k of n values are in it, the shift
-// differs from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d
-// is at most (1 + n / k) * v, and n / k is at most 16. (Where pack 0 has neighbours' values, the slice's first value
-// counts in their place, and the factor is at most 23.) To subtract the mean's part costs less than 5 of a float's 24
-// bits, whatever the values are. If all values are equal, the shift is that value, and the output 0.
+// 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
+// from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
+// most (1 + n / k) * v. A thread has at most 16 packs, so n / k is at most 16. (Where pack 0 has neighbours' values,
+// the slice's first value counts in their place, and the factor is at most 23.) So subtracting the mean's part costs
+// less than 5 of a float's 24 bits. If all values are equal, the shift is that value, and the output 0.
 //
 // Slices of up to 240 values that are RAGGED in packs of 16 bytes have few packs, and share most with neighbours. They
-// go through shared memory (STAGED). The slices of a block are neighbours: they are one run of memory, which all
-// threads copy together, 16 bytes at a time:
+// go through shared memory (STAGED). A block's slices are one run of memory. All threads copy it, 16 bytes at a time:
 //
 //      global memory    | slice 0 | slice 1 | slice 2 | ...
-//            |            copied by all threads
+//            |            copied by all threads together
 //      shared memory    | slice 0 | slice 1 | slice 2 | ...      a thread has neighbouring values of its group's slice,
 //            |            taken by the thread that has them      an odd number, so that lanes read different banks
 //      registers          group 0   group 1   group 2
 //
 // A thread's values there are a span of their own, RAGGED only at its end. The thread puts its outputs where its values
-// were. Then the run is copied back. If 8 bytes divide a slice of 16-bit values, it is taken in packs of 8 bytes, up to
-// 8 KiB; those of more than 240 values straight from global memory.
+// were. Then the run is copied back. If a slice of up to 4096 16-bit values is RAGGED, but 4 divides their number, its
+// packs have 8 bytes, and are whole. It is STAGED, too, if it has up to 240 values.
 
 constexpr int kMaxGroupThreads = 512;
-constexpr int kHeldBytes = 128;  // that a thread holds: of x, in the backward half of x and half of g
-// The most values of a STAGED slice. Larger 16-bit slices would take longer that way (17 x 17: 1.2 times the time). Its
-// group has at most 8 threads, so a block has 16 slices or a multiple, and all runs begin on 16 bytes.
+constexpr int kHeldBytes = 128;  // the most bytes that a thread holds, unless STAGED; in the backward half are g's
+// The most values of a STAGED slice: 17 x 17 in 16 bits would take 1.2 times as long that way. A group has at most 8
+// threads, as each has room for 31 values. So a block has a multiple of 16 slices, and its run begins on 16 bytes.
 constexpr int kMaxStagedValues = 240;
 
-// Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it.
-// Neighbours get the same bits, since in every step two lanes exchange their values, and a + b = b + a.
+// Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it. The
+// neighbours get the same bits, since in every step two lanes exchange their values, and a + b = b + a.
 template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int lanes) {
     for (int offset = 1; offset < lanes; offset *= 2) {
 #pragma unroll
@@ -305,9 +299,8 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
     }
 }
 // The same over a group of `threads` threads. All threads of the block call it. If a group has several warps, lane 0 of
-// each stores the warp's sums. After the barrier each lane takes those of one warp of its group, and the lanes add them
-// up. A kernel may call this only once for each COUNT: all calls with one COUNT share of_warp, so a second one could
-// overwrite what a slow warp still reads.
+// each stores the warp's sums, and after the barrier each warp adds up those of the group. A kernel may call this only
+// once for each COUNT: a second call would have the same of_warp, and could overwrite what a slow warp still reads.
 template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int threads) {
     __shared__ float of_warp[kMaxGroupThreads / 32][COUNT];
     if (threads <= 32) return add_over_lanes(value, threads);
@@ -323,9 +316,8 @@ template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int t
     add_over_lanes(value, warps);
 }
 
-// Makes the compiler believe that the packs changed, by empty assembly that claims to write them. Otherwise it would
-// convert the values once, for the sums, and keep the floats until the output. There are too few registers for that, so
-// it would spill them. If a thread has at most 16 values, it may keep them.
+// Empty assembly that claims to write the packs. Otherwise the compiler would convert the values to float once, for the
+// sums, and keep the floats until the output. It may do so if a thread has at most 16 values. More would be spilled.
 template <typename T, int V, int OPERANDS, int PACKS> __device__ __forceinline__ void make_opaque(
     Operands<T, V, OPERANDS> (&held)[PACKS]) {
     if constexpr (PACKS * OPERANDS * V > 16) {
@@ -335,8 +327,7 @@ template <typename T, int V, int OPERANDS, int PACKS> __device__ __forceinline__
     }
 }
 
-// The block's threads copy a run of `values` values to shared memory, or back: whole packs of 16 bytes, and the values
-// that are left over one by one. Only the tensor's last run has such values.
+// The block copies a run of values to shared memory, or back: packs, and then what the tensor's last run has left over.
 template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from, int values) {
     constexpr int V = kValues16<T>;
     for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) {
@@ -347,7 +338,8 @@ template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from,
 }
 
 constexpr int kBlock = 128;  // the threads of a block, unless a group has more
-// The threads that an SM must have room for if each holds so many bytes. It has 65536 registers: 40, 64 or 96 a thread.
+// The threads that an SM must have room for if each holds so many bytes (more than 128 only if STAGED). Each may
+// then have 40, 64 or 96 of the SM's 65536 registers.
 template <size_t BYTES> constexpr int kThreadsOfSm = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
 
 template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED,
@@ -356,13 +348,12 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
     norm_in_registers(const Task<T> task, int log_threads) {
     constexpr int kSums = 2 * OPERANDS;
     constexpr int kSample = sizeof(T) == 4 ? PACKS : 1;  // the packs of a thread that are in the sample
-    // threads: the number of threads in a group. member: the thread's number in its group. groups: the number of groups
-    // in the block. group: the number of the thread's group.
+    // A block has `groups` groups of `threads` threads. The thread is number `member` of group `group`.
     const int threads = 1 << log_threads, member = threadIdx.x & (threads - 1);
     const int groups = blockDim.x >> log_threads, group = threadIdx.x >> log_threads;
     const int64_t block_slice = int64_t(blockIdx.x) * groups * SLICES;  // the block's first slice
     const int n = int(task.n);
-    Task<T> source = task;  // if STAGED, the block's slices, in shared memory
+    Task<T> source = task;  // if STAGED: only the block's slices, in shared memory
     // If STAGED, a thread has this many of a slice's values, or fewer: an odd number of packs or, if RAGGED, of values.
     constexpr int kUnit = RAGGED ? 1 : V;
     const int share = (((n / kUnit + threads - 1) >> log_threads) | 1) * kUnit;
@@ -382,8 +373,8 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
     Span<T, V, RAGGED, !(STAGED && RAGGED)> span[SLICES];
     Operands<T, V, OPERANDS> held[SLICES][PACKS];
     if constexpr (STAGED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
-    // Calls use(i, p) for each pack that the thread has of its s-th slice: its i-th, which is the span's p-th. If there
-    // are two slices, it has one of both: a group past the tensor's end takes the last slice again, for the same bits.
+    // Calls use(i, p) for each pack that the thread has of its s-th slice: its i-th, which is the span's p-th. With two
+    // slices it always has one pack of each: a group past the tensor's end takes the last slice, for the same bits.
     const auto each = [&](int s, const auto& use) {
 #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
@@ -414,7 +405,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
     if constexpr (STAGED) __syncthreads();  // no thread may store outputs before all have loaded
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-        // Move the shifts to the means of the sample. Each thread divides its sum, since the total could overflow.
+        // Move the shifts near the sample's means: __fdividef will do. Each thread divides, as a total could overflow.
         float of_sample[kSums] = {};  // only the sums of d and e are used: the compiler drops the others
         each(s, [&](int i, int p) {
             if (i < kSample) add_products<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
@@ -433,8 +424,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
         each(s, [&](int i, int p) { add_products<RAGGED>(sum, held[s][i], span[s].mask(p), shift[s]); });
 #pragma unroll
         for (int k = 1; k < kSums; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
-        // The sums of d and e are divided by n after they are added up. If each thread divided its own, sums of the
-        // smallest floats would be rounded to 0.
+        // Norm divides the totals of d and e: if each thread divided its sums, the smallest would become 0.
         add_over_group(sum, threads);
         Norm<OPERANDS> norm;
         norm.set(sum, shift[s], inverse_n, task.eps);
@@ -452,7 +442,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 // the tile's output. The tiles of all slices are numbered, slice after slice. A block takes a tile in each round:
 //
 //      tile    0   1   2   3   4   5   6   7   8  ...      tile = 3 * slice + index; here a slice has 3 tiles
-//      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...: one in a round
+//      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...
 //
 //      3 stages       round 0     1         2         3         4         5
 //      1st tile       arrives   summed     waits    written                            A tile arrives in the stage
@@ -460,52 +450,44 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 //      3rd tile                           arrives   summed     waits    written        written in the same round.
 //
 // A stage is a part of shared memory that has room for one tile of each operand. A block's last warp is its reducer,
-// the others are workers. A worker warp has PACKS * 32 packs of every tile, and each lane has every 32nd of them. In a
-// round a worker thread goes over its packs once. At each of them it
+// the others are workers. A worker warp has up to kTilePacks * 32 packs of every tile, each lane every 32nd of them. In
+// a round a worker thread goes over its packs once. At each of them it
 //   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
 //   2. reads the tile that is written from shared memory, and writes its output to global memory;
 //   3. begins to copy the tile that arrives from global memory to where step 2 has read;
 //   4. waits until its next pack of the tile that is summed is there: it began that copy a round before.
-// Meanwhile the reducer takes the slice of the tile that waits. It reads the workspace until it has the sums of all
-// tiles of this slice. From them it computes a Norm, and stores it in shared memory for the workers. They need it in
-// the next round, when they write the tile. A barrier ends the round. Then the reducer adds up the warps' sums of the
-// tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace. Each section
-// begins on a 128-byte line.
+// Meanwhile the reducer reads the workspace until it has the sums of all tiles of the slice whose tile waits. From them
+// it computes a Norm, and stores it in shared memory. In the next round the workers write the tile with it. A barrier
+// ends the round. Then the reducer adds up the warps' sums of the tile that was summed, and publishes the totals: it
+// stores them in the slice's section of the workspace. This needs no flags and no fences. Every word of the workspace
+// is kEmpty until a sum is written there, in one store of 64 bits. So a word that is not kEmpty is the sum.
+// Between the sums of a tile and its output a block has a round of other work (two with 4 stages), so it loses no time
+// if other blocks are a little late. Copies and stores are spread evenly over the round.
 //
-// So between the sums of a tile and its output a block has a round of other work (two with 4 stages), and it loses no
-// time if other blocks are a little late. Copies and stores are spread evenly over the round.
-//
-// No block waits forever. All blocks are resident (a cooperative launch). A slice has no more tiles than there are
-// blocks, so a block has at most one tile of it. A block takes its tiles in ascending order. Now look at the first
-// slice whose sums are not all published, and at a block that has not published the sums of its tile of this slice.
-// Before it publishes them, the block waits only for earlier slices. Their sums are all published, so it will publish
-// its own.
-//
-// The workspace needs no flags and no fences: every word of it is kEmpty until a sum is written there, in one store of
-// 64 bits, so a word that is not kEmpty is the sum.
+// No block waits forever. All blocks are resident, that is on the SMs at the same time: the launch is cooperative. A
+// slice has no more tiles than there are blocks, so a block has at most one tile of it. A block takes its tiles in
+// ascending order. Now look at the first slice whose sums are not all published, and at a block that is to publish some
+// of them. Before that it waits only for earlier slices. Their sums are all published, so it will publish its own.
 //
 // Blocks cannot wait if a slice has more tiles than blocks are resident, or if the cooperative launch is refused (see
 // launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The
-// second one does all that is said above: it publishes the same bits again, and finds all sums published.
+// second does all that is said above: it publishes the same bits again, and finds all sums published.
 
-// The packs of each operand that a worker thread has of a tile. In all stages together it has 24 packs, 384 bytes: 24
-// can be divided by 2 operands and by 3 or 4 stages.
+// The packs of each operand that a worker thread has of a tile. In all it has 24 (384 bytes), which 2, 3 and 4 divide.
 template <int OPERANDS, int STAGES> constexpr int kTilePacks = 24 / OPERANDS / STAGES;
-// The reducer and 18 worker warps. A worker warp needs 32 * 384 bytes, 12 KiB, of shared memory, and a block can have
-// 227 KiB on 9.0 and 10.0.
+// The reducer and 18 worker warps. These need 18 * 12 KiB of shared memory. A block can have 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
-    int tiles;  // of a slice
-    int packs;  // of a tile; a slice's last tile may have fewer
-    int section;  // the doubles of a slice's section of the workspace
+    int tiles;  // the number of tiles of a slice
+    int packs;  // the number of packs of a tile; a slice's last tile may have fewer
+    int section;  // the number of doubles in a slice's section of the workspace, which begins on a 128-byte line
 };
 
 // A warp adds up in float, around its shift: the median of three of its values, so that a single outlier is not chosen.
-// Warps' shifts differ, so it then converts its sums, in double, to sums of differences from the slice's first value.
-// These are added over all warps and tiles, always in one order. The first value is one of the n values, so the sum of
-// d * d around it is at most n times the sum around the mean. So to subtract the mean's part later costs at most
-// log2(n) of a double's 53 bits.
+// Warps' shifts differ, so it then converts its sums, in double, to sums around the slice's first value. These are
+// added over all warps and tiles, always in one order. The first value is one of the n values, so the sum of d * d
+// around it is at most n times that around the mean: subtracting the mean's part costs log2(n) of a double's 53 bits.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
@@ -514,10 +496,10 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
     float shift[OPERANDS];
     float sum[kSums + 1] = {};  // d, d * d, e, d * e, and the number of values
 
-    // operands: the lane's first. mask: which of its values belong to the slice; 0 if the lane has none.
+    // operands: the lane's first. mask: which of their values belong to the slice; 0 if the lane has no pack.
     __device__ void choose_shift(const Operands<T, V, OPERANDS>& operands, unsigned mask) {
-        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may have the slice's first pack, with only one value
-        // of the slice, perhaps an outlier. In all other packs value 0 belongs to the slice.
+        // Lane 1 chooses, or lane 0 if lane 1 has no pack. In every pack but the slice's first, which lane 0 may have,
+        // value 0 belongs to the slice. The first may have only one value of the slice, perhaps an outlier.
         const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
@@ -531,8 +513,8 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
         add_products<RAGGED>(sum, operands, mask, shift);
         sum[kSums] += __popc(mask);
     }
-    // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them. If
-    // x_apart and g_apart are the distances from these first values to the shifts, it uses:
+    // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them.
+    // x_apart and g_apart are the shifts minus these first values:
     //     sum (d + x_apart)^2 = sum d^2 + 2 * x_apart * sum d + values * x_apart^2
     //     sum (d + x_apart) * (e + g_apart) = sum d * e + x_apart * sum e + g_apart * sum (d + x_apart)
     __device__ void store(double* to, const T (&first_value)[OPERANDS]) {
@@ -556,10 +538,10 @@ template <int kSums> __device__ double add_every(double value) {
     for (int offset = 16; offset >= kSums; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
     return value;
 }
-// A warp adds up the published sums of a slice's tiles. Each tile has kSums words: a double for each of its sums. Lane
-// l returns the total of sum l % kSums. Each lane reads its words again and again until none is kEmpty.
+// A warp adds up the published sums of a slice's tiles: kSums words a tile, a double each. Lane l returns the total of
+// sum l % kSums. Each lane reads its words again and again until none is kEmpty.
 template <int kSums> __device__ double add_published(const double* from, int tiles) {
-    constexpr int kAtOnce = 8;  // words that a lane reads before it looks at the first
+    constexpr int kAtOnce = 8;  // words that a lane loads before it waits for the first of them
     double total = 0;
     for (int w = threadIdx.x % 32; w < tiles * kSums; w += kAtOnce * 32) {
         double word[kAtOnce];
@@ -581,13 +563,13 @@ template <int kSums> __device__ double add_published(const double* from, int til
     return add_every<kSums>(total);
 }
 
-// Tile `index` of slice `slice`. A worker thread has the slice's packs first_pack, first_pack + 32, ... below end_pack.
-// If `slice` is -1, there is no tile.
+// Tile `index` of a slice, or no tile if `slice` is -1. A worker thread has the slice's packs first_pack,
+// first_pack + 32, ... below end_pack.
 template <typename T, int OPERANDS, bool RAGGED, int PACKS> struct Tile {
     int slice = -1, index = 0, first_pack = 0, end_pack = 0;
     Span<T, kValues16<T>, RAGGED> span;
-    // The slice's first value of each operand, not yet as a float. To convert it here, a thread would have to wait for
-    // it in every round. That took 1.03 times as long (bfloat16, backward; slices of 40 KiB: 1.2).
+    // The slice's first value of each operand, not yet as a float. If a thread converted it here, it would wait for it
+    // in every round, and the bfloat16 backward would take 1.03 times as long (slices of 40 KiB: 1.2 times).
     T first_value[OPERANDS] = {};
 
     Tile() = default;
@@ -608,11 +590,11 @@ template <typename T, int OPERANDS, bool RAGGED, int STAGES>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
     constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, PACKS = kTilePacks<OPERANDS, STAGES>;
-    // [warp][stage][pack][operand][lane]: each thread reads what it copied itself. If this is aligned to 16 bytes only,
-    // the forward takes 1.15 times as long, the backward 1.04, in bfloat16 1.07 (H200, slices of 1 MiB in float32).
+    // [warp][stage][pack][operand][lane]: each thread reads what it copied itself. If `stages` is aligned to only 16
+    // bytes, the forward takes 1.15 times as long (H200, 1 MiB in float32), the backward 1.04, in bfloat16 1.07.
     extern __shared__ __align__(128) uint4 stages[];
-    // There are two of_warp and two norms, for even and odd rounds. While the reducer reads one of_warp, workers may
-    // store the other. While workers read one norm, the reducer stores the other.
+    // For even and for odd rounds: workers store one of_warp while the reducer may read the other, and read one norm
+    // while the reducer stores the other.
     __shared__ double of_warp[2][kMaxThreads / 32][kSums];
     __shared__ Norm<OPERANDS> norms[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
@@ -625,7 +607,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         for (int o = 0; o < OPERANDS; ++o) operands.pack[o] = from[o * 32];
         return operands;
     };
-    // The slice's section of the workspace.
+    // A slice's section of the workspace.
     const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.section; };
 
     Tile<T, OPERANDS, RAGGED, PACKS> tiles[STAGES + 1];  // from the one that arrives to the one that is written
@@ -664,7 +646,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             }
             sums.store(of_warp[round % 2][warp], summed.first_value);
         } else if (write && waiting.slice >= 0) {
-            // Only in the second of two launches may a block have several tiles of a slice, so that they are equal.
+            // In the second of two launches a block may have several tiles of a slice, which need the same Norm.
             if (waiting.slice != known) {
                 double total = add_published<kSums>(published(waiting.slice), tiling.tiles);
                 if (lane % 2 == 1) total *= task.inverse_n;  // of d * d and d * e
@@ -684,7 +666,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             double total = 0;
             for (int w = lane / kSums; w < worker_warps; w += 32 / kSums) total += of_warp[round % 2][w][lane % kSums];
             total = add_every<kSums>(total);
-            // A sum that happens to have the bits of kEmpty becomes another NaN, 0xFFFF000000000000.
+            // A sum that has the bits of kEmpty becomes another NaN, 0xFFFF000000000000.
             const bool taken = __double_as_longlong(total) == kEmpty;
             volatile double* const to = published(summed.slice) + summed.index * kSums;
             if (lane < kSums) to[lane] = taken ? __longlong_as_double(kEmpty << 48) : total;
@@ -694,8 +676,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A group has as few threads as can hold a slice. A thread holds PACKS packs or, if STAGED, at most one pack or one
-// value less: an odd number. A block has 128 threads, or one larger group.
+// A group has as few threads as can hold a slice. `room` is that of a thread, in packs, but in values if STAGED.
 template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED>
 static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
     const int64_t room = STAGED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
@@ -718,16 +699,15 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     // One block an SM, with as many worker warps as the SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on
-    // 8.6, 5 on 7.5. 2560 bytes are more than its static shared memory (1280 at most) and CUDA's 1 KiB.
+    // 8.6, 5 on 7.5. 2560 bytes are more than the block's static shared memory (up to 1280) and the 1 KiB of CUDA.
     constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kTilePacks<OPERANDS, STAGES>;
     const int workers = std::min((shared - 2560) / kWarpBytes, kMaxThreads / 32 - 1);
     const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
     const int64_t resident = int64_t(blocks) * sms;
-    // A slice gets the fewest tiles if each is as large as a block can hold. If that leaves resident blocks without a
-    // tile, it gets more, but only so many that each has a warp's packs, or all but the last. A tile's size is a
-    // multiple of 32 packs, 512 bytes.
+    // A slice gets the fewest tiles that blocks can hold. If that leaves resident blocks without a tile, it gets more,
+    // as long as each but the last has the packs of at least one warp. A tile's size is a multiple of 32 packs.
     const int64_t fewest = divide_up(packs, workers * kWarpPacks), most = divide_up(packs, kWarpPacks);
     const int64_t wanted = std::max(fewest, std::min(most, resident / task.slices));
     const int64_t tile_packs = divide_up(divide_up(packs, wanted), 32) * 32;
@@ -744,8 +724,8 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
             return error;  // otherwise each word is kEmpty now
         if (cudaLaunchCooperativeKernel(kernel, grid, threads, arguments, dynamic, task.stream) == cudaSuccess)
             return cudaSuccess;
-        // In a partition of a GPU (MIG, MPS) fewer blocks may be resident than was computed. Then this launch is
-        // refused. Clear its error, whatever it is, and launch twice instead, so that no block waits.
+        // In a part of a GPU (MIG, MPS) fewer blocks may be resident than was computed. Then this launch is refused.
+        // Clear its error, whatever it is, and launch twice instead, so that no block waits.
         cudaGetLastError();
     }
     write = false;
@@ -759,10 +739,10 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
     constexpr int V = kValues16<T>, kMost = kHeldBytes / 16 / OPERANDS;  // kMost: the most packs of a thread
     const int64_t packs = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
     if (packs > kMaxGroupThreads * kMost) {
-        // If there are four stages, each is smaller, so the largest slice is smaller, too. In float32 four are faster
-        // than three (H200, 1 MiB: 0.98 of the time, backward 0.93). In 16 bits three are faster than four (0.95,
-        // backward 0.88), since the workers have more to do for each byte. The float32 backward uses four for slices of
-        // whole packs, up to 131072 packs, 2 MiB. Of such slices an A100's 108 SMs can hold 134784 packs.
+        // In float32 four stages are faster than three (H200, 1 MiB: 0.98 of the time, backward 0.93). In 16 bits three
+        // are faster than four (0.95, backward 0.88), since the workers have more to do for each byte. But with four
+        // the largest slice is smaller. So the float32 backward has four only for slices of whole packs of up to 131072
+        // packs, 2 MiB. Of these an A100's 108 SMs have room for 134784.
         constexpr int kStages = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
         if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
             if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs);
@@ -786,8 +766,8 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
     return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);
 }
 
-// dtype: 0 float32, 1 float16, 2 bfloat16. This writes to y the output or, if grad is not null, the gradient of x. If
-// blocks have to publish sums, it calls allocate(tensor, bytes) for memory to do so. It returns a cudaError_t.
+// dtype: 0 float32, 1 float16, 2 bfloat16. Writes to y the output or, if grad is not null, the gradient of x. If blocks
+// are to publish sums, it calls allocate(tensor, bytes) for the workspace. Returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream) {
     const auto launch_as = [=](auto zero) {
@@ -838,13 +818,12 @@ void write(float* y, const float* x, int64_t n, float mean, float rstd, float of
     for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * rstd + offset;
 }
 
-// Normalises `slices` slices of n values. While the output of one slice is written, the slice after it, at `next`, is
-// read and summed. So the x of the written slice begins at next - n. The loop takes kChunk values (2 KiB) of each slice
-// in turn, so that memory is read and written at the same time. The sums, in double, are of d and of d * d. Here d is
-// x - first_value, and first_value is the slice's.
+// Normalises `slices` slices of n values. While a slice's output is written, the slice after it, at `next`, is summed.
+// The loop takes kChunk values (2 KiB) of each slice in turn, so that memory is read and written at the same time. The
+// sums, in double, are of d and of d * d, where d is x minus the slice's first value.
 constexpr int64_t kChunk = 512;
 void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
-    float mean = 0, rstd = 0, offset = 0;  // of the slice that is written; offset corrects for the rounding of mean
+    float mean = 0, rstd = 0, offset = 0;  // the written slice's; offset corrects for the rounding of mean
     for (int64_t slice = 0; slice <= slices; ++slice) {
         const float* const next = x + slice * n;
         const double first_value = slice < slices ? next[0] : 0;
@@ -896,12 +875,12 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream);
 
-// t, or a copy if it is not contiguous or not aligned: views may be neither.
+// Returns t, or a copy if t is not contiguous or not aligned, as a view may be.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-// The output or, if `grad` is defined, the gradient of x.
+// Returns the output or, if `grad` is defined, the gradient of x.
 at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const auto type = x.scalar_type();
     TORCH_CHECK_NOT_IMPLEMENTED(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "no kernel: ", type);
@@ -928,7 +907,7 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
 }
 #endif
 
-// For the Meta key: what the operators return has shape, dtype and strides, but no values.
+// For the Meta key: a tensor of the output's shape, dtype and strides, without values.
 at::Tensor like(const at::Tensor& x) { return at::empty_like(x, x.options(), at::MemoryFormat::Contiguous); }
 
 }  // namespace
@@ -1051,10 +1030,8 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether our kernels compute norm(x). They do not if norm has hooks, or in torch.func and forward-mode AD.
-
-    They take a FakeTensor, too, because torch.export calls modules with one when it is not strict.
-    """
+    """Whether our kernels compute norm(x): not if norm has hooks, and not in torch.func or forward-mode AD. They take a
+    FakeTensor, too, because torch.export calls modules with one when it is not strict."""
     if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
         return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
