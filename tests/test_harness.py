@@ -207,7 +207,20 @@ def test_a_crash_in_the_backward_pass_leaves_the_forward_right(judge):
     crashes = source("dense_gradient").replace("return g.as", "import os; os._exit(3)\n        return g.as")
     runs = judge(crashes, directions=DIRECTIONS)
     assert [run.ok for run in runs] == [True, True, False], [run.reasons for run in runs]
-    assert "ended its process with exit code 3" in runs[2].reasons[0]
+    said = "ended its process with exit code 3 and gave no answer (from memory full of NaN, batch 32, seed 0)"
+    assert runs[2].reasons == [said]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("len(x) == 1 and __import__('os').kill(__import__('os').getpid(), 11)", "11 (Segmentation fault) and gave no"),
+        ("while len(x) == 1: pass", "gave no answer within 2 seconds (--timeout): it hangs"),
+    ],
+)
+def test_who_ends_or_hangs_is_told_what_was_asked(line, said, judge):
+    (run,) = judge(plain_after(line), timeout=2.0)
+    assert said in run.reasons[0] and run.reasons[0].endswith(" (batch 1)"), run
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -326,6 +339,12 @@ def test_who_refuses_a_layout_is_no_drop_in(judge):
     assert run.status == record.RIGHT and said in run.no_dropin
 
 
+def test_who_refuses_other_batches_is_told_so_once(judge):
+    (run,) = judge(plain_after('assert len(x) == 32, f"not {len(x)}"'))
+    (said,) = run.no_dropin
+    assert re.fullmatch(r"refuses batches 0, 1, (\d+, )+65: raised AssertionError: not \d+", said), run
+
+
 BUILD_FAILURES = {
     "compiler": "raise RuntimeError('Error building extension: ninja: build stopped\\nx.cpp:3: error: expected ;')",
     "ninja": "raise ImportError('ninja is needed to build the kernels: pip install ninja')",
@@ -338,7 +357,8 @@ BUILD_FAILURES = {
 @pytest.mark.parametrize("how", BUILD_FAILURES)
 def test_a_failed_build_is_known_by(how, judge):
     (run,) = judge(BUILD_FAILURES[how])
-    assert run.status == record.BUILD and run.reasons[0].startswith("build failed: ")
+    place = " at import" * (how != "in a call")
+    assert run.status == record.BUILD and run.reasons[0].startswith(f"build failed{place}: ")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +378,7 @@ def test_a_wrong_answer_is_told_by_place_value_and_request(judge):
     """Not as one that only memory full of NaN shows, though that is asked first."""
     (run,) = judge(source("zeros"))
     place = r"output\[\d+, \d+\] is \S+, the Model's is \S+; \d+ of \d+ elements are not close to the Model's; allowed"
-    assert re.match(place, run.reasons[0]) and run.reasons[0].endswith("(asked with seed 0)"), run.reasons
+    assert re.match(place, run.reasons[0]) and run.reasons[0].endswith("(batch 32, seed 0)"), run.reasons
     new, eager = torch.tensor([[1, 1], [1, 9]]), torch.ones(2, 2)
     assert compare(new, eager, None, 1e-4).worst_of(new, eager) == ([1, 1], 9, 1)
 
@@ -789,7 +809,7 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
     _, good, hangs, crashes, fails, table = blocks.split("\n\n")[:6]
     assert good.startswith("drop-in  good: ") and hangs.startswith("wrong  hanging: ")
     assert "it hangs" in hangs and "by signal 11 (Segm" in " ".join(crashes.split())
-    assert fails.startswith("build failed  unbuilt: ") and "build failed: x.cpp:3: error: expected ;" in fails
+    assert fails.startswith("build failed  unbuilt: ") and "build failed at import: x.cpp:3: error: expected ;" in fails
     verdicts = [row.split("  ")[0] for row in table.splitlines()]
     assert verdicts == ["verdict", "drop-in", "wrong", "wrong", "build failed"]
 
