@@ -1,16 +1,17 @@
 """Checks that a ModelNew is right and measures how fast it is.
 
-    python harness.py                      every pair of models/ and kernels/, on the best device present
-    python harness.py instance_norm        one pair, or several
-    python harness.py hopper/conv_sigmoid_group_norm    the file of kernels/hopper, for compute capability 9.0
-    python harness.py MODEL.py NEW.py      any two files in this format
+    python harness.py                    every pair of models/ and kernels/, on the best device
+    python harness.py instance_norm      one pair, or several
+    python harness.py hopper/NAME        the file of kernels/hopper, for compute capability 9.0
+    python harness.py MODEL.py NEW.py    any two files in KernelBench's format
 
-Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times, errors and reasons; in
-the end a table of all. On a terminal the last line says what is being done.
-wrong: other numbers, a hidden or impossible time, a crash or a hang; right: the numbers hold, but it is no drop-in, for
-the reasons given; drop-in: right, and in all else it behaves as the Model does.
-Exit codes: 0 all as --require wants them, 1 a candidate is not, 2 usage, 3 a candidate did not build (whatever the
-others did), 4 the judge itself failed.
+Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times,
+errors and reasons; in the end a table of all. On a terminal the last line says what is being done.
+wrong: other numbers, a hidden or impossible time, a crash or a hang. right: the numbers hold and
+are timed, but it is no drop-in, for the reasons given. drop-in: right, and in all else that the
+judge asks it behaves as the Model does.
+Exit codes: 0 if all are what --require asks for (default: drop-in; right when you give two files),
+1 if not, 2 usage, 3 if one did not build (whatever the others did), 4 if the judge itself failed.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Options:
     baselines: Names = option(BASELINES, f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
     batch: int | None = option(None, "default: the file's batch_size; on a CPU on_cpu's, or a smaller one", type=int)
-    require: str = option("right", "right or drop-in; default: drop-in, but right for two files", choices=REQUIRED)
+    require: str = option("right", "default: drop-in; right when you give two files", choices=REQUIRED)
     sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
     seed: int = option(0, "of weights and inputs (0)", type=int)
     seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
@@ -327,7 +328,8 @@ def main(argv: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # on a CPU each tensor that is shared is an open file
     runs, crashed, device, ceilings = [], False, options.device, roofline.Ceilings(options.device, options.dtype)
     clocks_before, progress = record.clocks(device), show.Progress()
-    print(f"On: {record.device_name(device)}. Intervals hold 95%; what the verdicts mean is in --help.\n", flush=True)
+    print(f"On: {record.device_name(device)}.")
+    print("Brackets are 95% confidence intervals; what the verdicts mean is in --help.\n", flush=True)
     progress("measuring the machine's copy bandwidth and matrix rate")
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings, progress)) as judge:

@@ -187,9 +187,8 @@ def watched(module, sets: list, own: Own) -> dict[str, torch.Tensor]:
         for i, x in enumerate(tree_leaves(inputs)):
             if isinstance(x, torch.Tensor):
                 found[f"input {i}{' of another call' * (k > 0)}"] = x
-    found |= {
-        f"the .grad of {name}": p.grad for name, p in parameters_by_name(module, own).items() if p.grad is not None
-    }
+    parameters = parameters_by_name(module, own).items()
+    found |= {f"the .grad of {name}": p.grad for name, p in parameters if p.grad is not None}
     return found | state_by_name(module, own)
 
 

@@ -131,15 +131,13 @@ class Case:
         self.notes.append(f"no {name} baseline: {failed}")
         self.workers.pop(name).kill()
 
-    def lacks(self, why: str) -> None:
-        if why not in self.no_dropin:
-            self.no_dropin.append(why)
+    def lacks(self, *whys: str) -> None:
+        self.no_dropin += [why for why in dict.fromkeys(whys) if why not in self.no_dropin]
 
     def listen(self) -> None:
         """What the candidate's process said that it has switched."""
         if "new" in self.workers:
-            for said in self.workers["new"].told:
-                self.lacks(said)
+            self.lacks(*self.workers["new"].told)
 
     def plain(self, model: torch.nn.Module, inputs: list, request: Request, dtype: torch.dtype | None = None) -> dict:
         """What a copy of the Model, in this dtype, answers to a single call, by name."""
@@ -202,8 +200,7 @@ def start(case: Case, new_path: Path) -> float:
     with contextlib.suppress(Exception):  # nobody need be pickled or copied where the Model cannot be
         pickle.dumps(case.model)
         copy.deepcopy(case.model)
-        for each in reply["lacks"]:
-            case.lacks(each)
+        case.lacks(*reply["lacks"])
     if reply["class"] != "ModelNew":
         case.notes.append("it has no ModelNew; its class Model was taken")
     case.own = matched(case, theirs, mine)
@@ -333,9 +330,10 @@ def both_gates(case: Case, direction: str) -> None:
                 case.model.load_state_dict(case.initial)
                 perturb(case.model, case.seed + seed)
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
-            plain = Request(f"asked with seed {seed}", direction, seed, loaded, both_gates=True)
+            when = f"batch {case.batch}, " * bool(case.batch) + f"seed {case.seed + seed}"
+            plain = Request(when, direction, seed, loaded, both_gates=True)
             try:
-                ask(case, replace(plain, when=f"from memory full of NaN, seed {seed}", how=How.POISONED | loaded))
+                ask(case, replace(plain, when=f"from memory full of NaN, {when}", how=How.POISONED | loaded))
             except Rejected as poisoned:
                 if " is nan, " not in str(poisoned) and case.workers["new"].alive():  # it is not the memory
                     ask(case, plain)
@@ -434,12 +432,11 @@ def put(case: Case, request: Request, must: bool) -> None:
     settle(case.device)
     reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
     if len(reply["forms"]) != len(places):
-        raise Rejected(GARBLED)
+        reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
-    for known in (RANDOM, REUSED):
-        for what in [what for what in wrong if what.startswith(known)]:
-            case.lacks(what)
-            wrong.remove(what)
+    known = [what for what in wrong if what.startswith((RANDOM, REUSED))]
+    case.lacks(*known)
+    wrong = [what for what in wrong if what not in known]
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["tree"] != expected[0].tree:
@@ -508,10 +505,8 @@ def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> 
     wrong = []
     for name, (mine, my_strides, my_grad), (theirs, strides, grad) in zip(answer.leaves, forms, answer.forms):
         if my_grad != grad:
-            if request.both_gates and request.direction != "forward" or RANDOM in answer.did:
-                wrong.append(f"{name} has requires_grad {my_grad}, the Model's {grad}")
-            else:
-                case.lacks(f"{name} has requires_grad {my_grad}, the Model's {grad}")
+            is_wrong = request.both_gates and request.direction != "forward" or RANDOM in answer.did
+            (wrong.append if is_wrong else case.lacks)(f"{name} has requires_grad {my_grad}, the Model's {grad}")
         if mine != theirs:
             wrong.append(f"{name} is {mine}, the Model's is {theirs}")
         elif my_strides != strides and not any(why.startswith(f"{name} has the strides") for why in case.no_dropin):

@@ -70,7 +70,7 @@ class Result:
         """Why what is right is no drop-in; whether that is what was required."""
         if self.status in (WRONG, BUILD):
             return
-        self.no_dropin = list(dict.fromkeys(self.no_dropin + [without_folders(reason) for reason in reasons]))
+        self.no_dropin = together(self.no_dropin + [without_folders(reason) for reason in reasons])
         self.status = RIGHT if self.no_dropin else DROP_IN
         self.ok = self.status == DROP_IN or required == RIGHT
 
@@ -128,6 +128,17 @@ class Result:
 
 def without_folders(text: str) -> str:
     return re.sub(r"(?<![\w.:/])/[^\s'\"]*/", "", text)
+
+
+def together(reasons: list[str]) -> list[str]:
+    """Each once; of batches that are refused in the same words, but for numbers, one reason lists all."""
+    found: dict[str, tuple[str, set[int]]] = {}
+    for reason in reasons:
+        batches, said = re.fullmatch(r"(?:refuses batch(?:es)? ([\d, ]+): )?(.*)", reason, re.DOTALL).groups(default="")
+        alike = re.sub(r"\d+", "", said) if batches else said
+        found.setdefault(alike, (said, set()))[1].update(map(int, re.findall(r"\d+", batches)))
+    refuses = lambda n: f"refuses batch{'es' * (len(n) > 1)} {str(sorted(n))[1:-1]}: " if n else ""  # noqa: E731
+    return [refuses(batches) + said for said, batches in found.values()]
 
 
 def remarks(path: Path, device: str) -> list[str]:

@@ -41,12 +41,10 @@ class Inputs:
         few_of_some = every(lambda x: few(x.reshape(-1)[: 1 << 12]))  # of all it takes a second to see
         self.few = self.floating and not self.equal and few_of_some and every(few)
         self.sorted = not self.equal and every(lambda x: ends and bool((x.diff(dim=-1) >= 0).all()))
-        self.symmetric = not self.equal and every(
-            lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)
-        )
-        self.shares = self.floating and every(
-            lambda x: ends and float(x.min()) >= 0 and bool(((x.sum(-1) - 1).abs() < 0.02).all())
-        )
+        mirrored = lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)  # noqa: E731
+        self.symmetric = not self.equal and every(mirrored)
+        shares = lambda x: ends and float(x.min()) >= 0 and bool(((x.sum(-1) - 1).abs() < 0.02).all())  # noqa: E731
+        self.shares = self.floating and every(shares)
         same = bool(draws) and all(torch.equal(x, draws[0]) for x in draws)
         self.order = same and not self.sorted and len(draws[0].unique()) == draws[0].numel()
 

@@ -9,15 +9,12 @@ import textwrap
 
 from judge.bench import AMBIGUOUS, FASTER, SLOWER
 from judge.record import BUILD, DROP_IN, RIGHT, WRONG, Result
+from judge.source import DIRECTIONS
 
 COLUMNS = 100
 COLOURS = {DROP_IN: 32, RIGHT: 33, WRONG: 31, BUILD: 31, FASTER: 32, SLOWER: 31, AMBIGUOUS: 33}
-DIRECTIONS = {
-    "forward": "forward",
-    "forward_recorded": "forward with gradients recorded",
-    "forward_backward": "forward + backward",
-}
-SHORT = {"forward": "forward", "forward_recorded": "recorded", "forward_backward": "fwd + bwd"}
+WORDS = dict(zip(DIRECTIONS, ("forward", "forward with gradients recorded", "forward + backward")))
+SHORT = dict(zip(DIRECTIONS, ("forward", "recorded", "fwd + bwd")))
 ORDER = ("new", "eager", "compile")
 MARKS = {FASTER: "+", SLOWER: "-", AMBIGUOUS: "~"}
 RULE = (
@@ -55,34 +52,33 @@ def question(run: Result) -> str:
     seen = {size for shape in run.shapes for size in shape}
     unseen = {name: value for name, value in run.constants.items() if isinstance(value, int) and value not in seen}
     constants = "".join(f", {name} {value}" for name, value in unseen.items())
-    said = f"{DIRECTIONS[run.direction]}, {run.dtype}{precision}, {run.device}"
+    said = f"{WORDS[run.direction]}, {run.dtype}{precision}, {run.device}"
     return f"{said}, input {shapes}{constants}" if shapes else said
 
 
 def wrapped(label: str, text: str) -> str:
     """A remark below the head of a block."""
     first = f"  {label}: " if label else "  "
-    lines = textwrap.wrap(" ".join(text.split()), COLUMNS, initial_indent=first, subsequent_indent="      ")
-    return "\n".join(lines)
+    return textwrap.fill(" ".join(text.split()), COLUMNS, initial_indent=first, subsequent_indent="      ")
 
 
 def block(run: Result) -> list[str]:
     """Verdict and pair, a line a contender, floor and error, and what is to be said."""
     asked = question(run).replace(" x ", "\xa0x\xa0")  # no line ends inside a shape
     wrapped_head = textwrap.wrap(f"{run.status}  {run.model}: {asked}", COLUMNS, subsequent_indent="      ")
-    head = [line.replace("\xa0", " ") for line in wrapped_head]
-    head[0] = paint(run.status, COLOURS.get(run.status)) + head[0].removeprefix(run.status)
-    lines = head
+    lines = [line.replace("\xa0", " ") for line in wrapped_head]
+    lines[0] = paint(run.status, COLOURS.get(run.status)) + lines[0].removeprefix(run.status)
     if run.ms:
-        lines += ["               median ms    middle half of them  ModelNew is"]
+        lines += ["              median ms    middle half of the times  ModelNew is"]
         lines += [contender(run, name) for name in ORDER if name in run.ms]
     if run.roof:
         floor, times = run.roof["floor_ms"], run.ms["new"] / run.roof["floor_ms"]
         work = f"for {run.roof['bytes'] / 1e9:.3g} GB and {run.roof['flops'] / 1e9:.3g} GFLOP"
-        lines.append(f"  {'floor':10}{floor:>13.4g}    ModelNew takes {times:.2f} times as long ({work})")
+        lines.append(f"  {'floor':11}{floor:>10.4g}    ModelNew takes {times:.2f} times as long ({work})")
     if run.error:
         new, eager = run.error["new_max"], run.error["eager_max"]
-        lines.append(f"  {'error':10}{new:>13.1e}    at most, against the Model in float64; eager's is {eager:.1e}")
+        said = f"largest absolute error, against the Model in float64; eager's is {eager:.1e}"
+        lines.append(f"  {'error':11}{new:>10.1e}    {said}")
     lines += [wrapped("wrong" if run.status == WRONG else "", reason) for reason in run.reasons]
     lines += [wrapped("no drop-in", reason) for reason in run.no_dropin]
     if run.interference:
@@ -97,7 +93,7 @@ def block(run: Result) -> list[str]:
 
 def contender(run: Result, name: str) -> str:
     low, high = run.spread[name]
-    line = f"  {'ModelNew' if name == 'new' else name:13}{run.ms[name]:>10.4g}    {f'{low:.4g} to {high:.4g}':21}"
+    line = f"  {'ModelNew' if name == 'new' else name:11}{run.ms[name]:>10.4g}    {f'{low:.4g} to {high:.4g}':26}"
     if name not in run.speedup:
         return line.rstrip()
     low, high = run.speedup_ci[name]
@@ -132,13 +128,11 @@ def summary(runs: list[Result]) -> list[str]:
         widths[left - 1] = max(8, widths[left - 1] - over)
     lines = []
     for row in zip(*columns):
-        cells = [
-            f"{cell[:width]:{'<' if i < left else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths))
-        ]
+        sized = enumerate(zip(row, widths))
+        cells = [f"{cell[:width]:{'<' if i < left else '>'}{width}}" for i, (cell, width) in sized]
         cells[0] = paint(cells[0], COLOURS.get(row[0]))
         lines.append("  ".join(cells).rstrip())
-    legend = [
-        f"{mark} {verdict}" for verdict, mark in MARKS.items() if any(verdict in run.verdict.values() for run in runs)
-    ]
-    legend += ["= plain path: the Model's own layers"] * any(plain)
+    given = {verdict for run in runs for verdict in run.verdict.values()}
+    legend = [f"{mark} {verdict}" for verdict, mark in MARKS.items() if verdict in given]
+    legend += ["= the whole file takes the plain path on this machine"] * any(plain)
     return lines + ["", ", ".join(legend)] * bool(legend)

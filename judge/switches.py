@@ -84,9 +84,7 @@ SWITCHES = [
     flag("mkldnn", "mkldnn_enabled"),
     Switch("the flushing of denormal numbers", lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
     *(
-        Switch(
-            f"autocast of {kind}", partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
-        )
+        Switch(f"autocast of {kind}", partial(C.is_autocast_enabled, kind), partial(C.set_autocast_enabled, kind))
         for kind in ("cuda", "cpu")
     ),
     Switch("reduced precision within half-precision products", C._get_cublas_allow_fp16_reduced_precision_reduction),

@@ -84,6 +84,7 @@ REPLIES = {
     "profile": {"table": ""},
 }
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
+WHEN = {"load": "at import", "made": "when it was made from another seed", "profile": "while it was profiled"}
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Contenders are forked from a server that never initialises CUDA. It has loaded torch, and what autograd.grad imports
 # when it is first called: sympy, 0.3 s.
@@ -237,9 +238,7 @@ class Contender:
             except Exception as error:
                 lacks.append(f"cannot be pickled: {last_line(error)}")
         if is_compiled(made):
-            lacks.append(
-                "keeps a function of torch.compile: a copy.deepcopy of it computes with the original's weights"
-            )
+            lacks.append("keeps a function of torch.compile: a deepcopy of it computes with the original's weights")
         elif other is None:
             try:
                 with torch.no_grad():
@@ -539,10 +538,10 @@ def serve(role: str, device: str, pipe) -> None:
                 if command not in IN_A_TURN:
                     settle(device)
             except RAISED as error:
-                failure = build_failure(error)
-                said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
+                failure, place = build_failure(error), " at import" * (contender.cls is None)
+                said = f"build failed{place}: {failure}" if failure else f"raised {last_line(error)}{place}"
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
-                reply = {"kind": kind, "wrong": [said + " at import" * (contender.cls is None)]}
+                reply = {"kind": kind, "wrong": [said]}
             if "kind" in reply:  # what it held when it raised is free: others need it
                 try:
                     settle(device)
@@ -599,6 +598,8 @@ class Worker:
     def ask(self, command: str, **arguments) -> dict:
         """Stops the process whenever it has replied; what it switched is kept in `told`."""
         patience = min(self.timeout * (10 if command in ("load", "ready") else 1), 2e6)  # poll's limit
+        request = arguments.get("request")
+        when = request.when if request else WHEN.get(command, "while it was timed")
         self._signal(signal.SIGCONT)
         self.asked = perf_counter()  # not before SIGCONT: with many processes in its group that takes milliseconds
         try:
@@ -606,7 +607,7 @@ class Worker:
             ready = multiprocessing.connection.wait([self._pipe, self._process.sentinel], patience)
             if not ready:
                 self.kill()
-                raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
+                raise Rejected(f"gave no answer within {patience:g} seconds (--timeout): it hangs ({when})")
             if self._pipe not in ready:  # nor will it close while a process that was forked has it open
                 raise EOFError
             reply = json.loads(self._pipe.recv_bytes(1 << 24))
@@ -621,10 +622,10 @@ class Worker:
             self.kill()  # what it started in its process group
             ending = f"by signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else f"with exit code {code}"
             ending = "closed the pipe of its answers" if code is None else f"ended its process {ending}"
-            raise Rejected(f"{ending}, and gave no answer to '{command}'") from error
+            raise Rejected(f"{ending} and gave no answer ({when})") from error
         except (OSError, ValueError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
-            raise Rejected(GARBLED) from None
+            raise Rejected(f"{GARBLED} ({when})") from None
         self._signal(signal.SIGSTOP)
         if command in IN_A_TURN:  # the judge is about to write inputs
             self._wait_until_stopped()

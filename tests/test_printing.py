@@ -10,6 +10,7 @@ import time
 import pytest
 from cases import ROOT
 
+import harness
 from judge import show
 from judge.bench import AMBIGUOUS, FASTER, SLOWER
 from judge.record import DROP_IN, RIGHT, WRONG, Result, remarks
@@ -36,12 +37,17 @@ def test_a_block_is_read_on_a_hundred_columns():
     run = result(reasons=["word " * 60], notes=["its CUDA " * 30], interference=["the middle half of new's times " * 5])
     lines = "\n".join(show.block(run)).splitlines()
     assert max(map(len, lines)) <= show.COLUMNS
+    head, *below = lines[lines.index(next(line for line in lines if "median ms" in line)) :]
+    assert all(line[head.index(" ms") + 2] != " " for line in below[:5])  # where the numbers end
     text = " ".join(" ".join(lines).split())
     assert text.startswith(f"drop-in {LONG}: forward with gradients recorded, float32 with TF32 allowed, cuda")
     assert "input 1024 x 8192 and 1024 x 8192, groups 7" in text  # what the shapes do not say
     assert "eager 12.35 11.11 to 13.58 1.30x [1.28, 1.33] FASTER" in text
     assert "compile 8.164 7.348 to 8.98 1.04x [0.95, 1.12] AMBIGUOUS" in text
     assert "floor 0.59 ModelNew takes 16.03 times as long" in text
+    assert "error 2.9e-06 largest absolute error, against the Model in float64; eager's is 2.3e-05" in text
+    wide = result(speedup_ci={"eager": [100.0, 199.0]}, speedup={"eager": 150.0}, verdict={"eager": AMBIGUOUS})
+    assert max(map(len, show.block(wide))) == show.COLUMNS
 
 
 def test_a_ratio_that_the_printed_times_contradict_is_explained():
@@ -73,7 +79,8 @@ def test_the_table_has_a_row_each_and_only_what_differs():
     assert max(map(len, show.summary(swept))) <= show.COLUMNS
     plain = show.summary([result(notes=["plain path: no sm_90 here"]), *swept])
     assert [row.endswith(" =") for row in plain[:6]] == [False, True, *[False] * 4]
-    assert plain[-1].endswith(", = plain path: the Model's own layers") and max(map(len, plain)) <= show.COLUMNS
+    assert plain[-1].endswith(", = the whole file takes the plain path on this machine")
+    assert max(map(len, plain)) <= show.COLUMNS
 
 
 def test_no_line_ends_inside_a_shape():
@@ -102,9 +109,26 @@ def test_says_what_of_a_file_does_not_run_here(tmp_path, monkeypatch):
         assert bool(remarks(path, "cuda")) is plain
 
 
-def test_the_rule_of_the_verdicts_is_told_alike():
-    readme = " ".join((ROOT / "README.md").read_text().split())
+def test_the_rule_and_the_verdicts_are_told_alike(capsys, monkeypatch):
+    """By README and by --help, which is read on a hundred columns, too."""
+    readme = " ".join((ROOT / "README.md").read_text().replace("*", "").replace("`", "").split())
     assert all(verdict in show.RULE for verdict in (FASTER, SLOWER, AMBIGUOUS)) and show.RULE in readme
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit, match="0"):
+        harness.parse(["--help"])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= show.COLUMNS
+    told = " ".join(said[said.index("wrong: ") : said.index("positional arguments")].split())
+    assert len(sentences := told.removesuffix(".").split(". ")) == 4
+    assert all(each in readme for each in sentences)
+
+
+def test_batches_refused_in_the_same_words_are_one_reason():
+    run = result()
+    run.lack([f"refuses batch {n}: raised E: {n} rows" for n in (9, 33)] + ["has no training mode"], "right")
+    run.lack(["refuses batch 1: raised E: 1 rows", "refuses batch 0: raised E: none", "has no training mode"], "right")
+    first = "refuses batches 1, 9, 33: raised E: 9 rows"
+    assert run.no_dropin == [first, "has no training mode", "refuses batch 0: raised E: none"]
 
 
 @pytest.mark.parametrize("seen", [b"", b"1 of "], ids=["while torch is loaded", "while a pair is judged"])
@@ -124,7 +148,7 @@ def test_ctrl_c_ends_in_one_line_and_progress_is_one_line(seen):
     printed = (printed + read_all(judged)).decode()
     *_, last = printed.replace("\x1b[K", "\r").split("\r")
     assert "Traceback" not in printed and printed.rstrip().endswith("harness.py: stopped"), printed[-500:]
-    lines = 3 if "On: " in printed else 1  # the machine, an empty line, and the last
+    lines = 4 if "On: " in printed else 1  # the machine, what brackets are, an empty line, and the last
     assert printed.count("\n") == lines and last == "\n" and seen.decode() in printed, printed
 
 
