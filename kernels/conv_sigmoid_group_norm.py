@@ -5,7 +5,8 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-`ModelNew.forward` chooses between our kernels and PyTorch's own by `_is_light` and `fits`. Our kernels take:
+`ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_usual` (layers without hooks, an eps of at
+least 1e-6), `_is_light` and `fits`. Our kernels take:
 
     NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of at most 32 input channels, or 16 in a
                     16-bit type; float32, float16, bfloat16, autocast; with gradients or without
