@@ -47,8 +47,6 @@ def images(r: random.Random, on_hopper: bool) -> tuple:
     features, height, width = r.randint(1, 6), r.choice(SIZES), r.choice(SIZES)
     if r.random() < 0.02:
         height, width = r.choice([(33, 1000), (130, 131), (1, 20000), (512, 512)])
-    elif on_hopper and r.random() < 0.2:  # slices that a cluster shares: in whole packs, of more than 64 KiB
-        features, height, width = r.randint(1, 2), 8 * r.randint(8, 32), r.randint(128, 512)
     if height * width == 1:
         width = 2
     channels = features if r.random() < 0.9 else r.randint(1, 6)
