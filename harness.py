@@ -44,11 +44,11 @@ warnings.filterwarnings("ignore")
 if __name__ == "__main__":  # contenders are forked from a server; it loads what judge/worker.py asks for, meanwhile
     multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "judge.worker"])
     # The server inherits that Ctrl-C is blocked: only this process is to tell of it, also of one that comes meanwhile.
-    # (The tracker comes first, since it unblocks Ctrl-C when it has started.)
+    # (The tracker comes first, since it unblocks Ctrl-C when it has started.) It stays blocked while torch is loaded: a
+    # library that is stopped in its import may raise an error of its own.
     multiprocessing.resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 import argparse
 import contextlib
@@ -68,6 +68,9 @@ from judge.answers import bytes_of
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
 from judge.worker import Rejected, Worker, as_rejected
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT, CRASHED = 0, 1, 3, 4  # 2, usage, is argparse's

@@ -517,7 +517,9 @@ def captured(module, *inputs):
 def serve(role: str, device: str, pipe) -> None:
     """The life of a contender's process."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets a Ctrl-C that came before setsid
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the server blocks it, so that Ctrl-C is told once
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
