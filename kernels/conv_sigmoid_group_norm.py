@@ -1742,8 +1742,8 @@ void use_huge_pages(const Tensor& t) {
     madvise(reinterpret_cast<void*>(first), begin + t.nbytes() - first, MADV_HUGEPAGE);
 }
 
-// The computation: its tensors, all contiguous; their sizes and addresses; and what the threads share.
-struct DirectConvolution {
+// The tensors, all contiguous; their sizes and addresses; how they are cut into bands, tiles and slices; the weights.
+struct Layout {
     Tensor input;
     std::vector<Tensor> parameters;
     int64_t groups;
@@ -1775,7 +1775,6 @@ struct DirectConvolution {
     float* out = output.mutable_data_ptr<float>();
     std::vector<int64_t> offsets = std::vector<int64_t>(terms);  // of each term: from an output's pixel to the input's
     std::vector<float> weights = std::vector<float>(tiles * terms * kTileChannels);  // (tiles, terms, 4)
-    std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
 
     // Fills `offsets` and `weights`. These are in the order of their use; zeros fill up the last tile.
     void prepare() {
@@ -1788,6 +1787,12 @@ struct DirectConvolution {
             }
         }
     }
+};
+
+// The computation, and what its threads share.
+struct DirectConvolution : Layout {
+    std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
+
     // scratch: kTilePixels values, since a tile may begin before its band, then the long rows of four channels.
     void make_band(int64_t sample, int64_t tile, int64_t band, float* scratch) {
         const int64_t row = band * band_rows;
@@ -1879,7 +1884,7 @@ struct DirectConvolution {
 Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     std::vector<Tensor> contiguous;
     for (const Tensor& t : parameters) contiguous.push_back(t.contiguous());
-    DirectConvolution convolution{x.contiguous(), contiguous, groups, eps};
+    DirectConvolution convolution{{x.contiguous(), contiguous, groups, eps}};
     if (convolution.output.nbytes() > kMappedBytes) use_huge_pages(convolution.output);
     convolution.run();
     return convolution.output;

@@ -1402,6 +1402,30 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     __syncthreads();
 }
 
+// By a warp of make_dh, whose first channel is `first`: writes its row of the vectors' gradients, (bias, scale, gamma,
+// beta) by output channel, 0 for other warps' channels. `sums` are this lane's, of q and of q * h, by channel.
+template <typename T>
+__device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T>& p, const GradientTile& tile,
+    const RowBand& band, int first, const float (&sums)[2][4]) {
+    const int lane = threadIdx.x % 32;
+    float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
+    for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;
+    __syncwarp();
+    const bool is_first_band = band.first_row == 0;  // it alone adds gamma's and beta's, which are of the whole sample
+    for (int k = 0; k < 4; ++k) {
+        const Channel& c = tile.channels[first + k];
+        const float of_bias = sum_of_lanes(sums[0][k], 32) * c.rstd * c.scale;
+        const float of_scale = sum_of_lanes(sums[1][k], 32) * c.rstd;
+        float value = 0;
+        if (lane == 0) value = of_bias;
+        if (lane == 1) value = of_scale;
+        if (lane == 2 && is_first_band) value = c.of_gamma;
+        if (lane == 3 && is_first_band) value = c.of_beta;
+        if (lane >= 4 || first + k >= p.out_channels) continue;
+        vectors[lane * p.out_channels + first + k] = value;
+    }
+}
+
 // Eight warps, of four output channels each: they store dh of a row, and a row of x, as fp16 in shared memory, and add
 // up q and q * h. A lane has two neighbouring columns of every 64. As soon as it has used their h and grad, it starts
 // to copy those of the next row.
@@ -1488,24 +1512,7 @@ __device__ __forceinline__ void make_dh(
         for (int k = 0; k < 8 && row >= band.first_row; ++k) sums[k / 4][k % 4] += of_row[k / 4][k % 4];
         mbarrier_arrive(&tile.full[row & 1]);
     }
-    // This warp's row of the vectors' gradients: (bias, scale, gamma, beta) by output channel, 0 for other warps'
-    // channels.
-    float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
-    for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;
-    __syncwarp();
-    const bool is_first_band = band.first_row == 0;  // it alone adds gamma's and beta's, which are of the whole sample
-    for (int k = 0; k < 4; ++k) {
-        const Channel& c = tile.channels[first + k];
-        const float of_bias = sum_of_lanes(sums[0][k], 32) * c.rstd * c.scale;
-        const float of_scale = sum_of_lanes(sums[1][k], 32) * c.rstd;
-        float value = 0;
-        if (lane == 0) value = of_bias;
-        if (lane == 1) value = of_scale;
-        if (lane == 2 && is_first_band) value = c.of_gamma;
-        if (lane == 3 && is_first_band) value = c.of_beta;
-        if (lane >= 4 || first + k >= p.out_channels) continue;
-        vectors[lane * p.out_channels + first + k] = value;
-    }
+    store_vector_gradients(p, tile, band, first, sums);
 }
 
 // By a warp: adds what its 32 columns of a row contribute to the weights' gradient. total[half][tap][2 c + i] is of
