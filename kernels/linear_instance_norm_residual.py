@@ -605,7 +605,8 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 //     held by thread        0   1  ...  P - 1    0   1      ...  P - 1     ...    none: read again from memory or L2
 //
 // The smallest group that holds a row takes it.
-constexpr int kRowThreads = 256, kRowValues = 32;
+constexpr int kRowThreads = 256;
+constexpr int kRowValues = 32;  // of each tensor in a thread's registers (none: 1.005 to 1.19 times as long, H200)
 
 // Adds up each of COUNT values over the threads of a group, and gives each thread the COUNT totals. All threads of the
 // block must call it. Shuffles add within a warp. Then lane 0 of each warp puts its COUNT sums in shared memory, and
