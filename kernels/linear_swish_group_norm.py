@@ -121,13 +121,13 @@ CUDA_SOURCE = r"""
 // of one k. A stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0
 // of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
 
-constexpr int kLine = 64;  // fp16 numbers: 128 bytes, one of each of the 32 banks of shared memory
+constexpr int kLine = 64;  // fp16 numbers: 128 bytes, which is every bank of shared memory once
 constexpr int kLineBytes = kLine * 2;
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
-constexpr int kStages = 3;  // of two blocks 144 KiB, of the 164 that an SM of 8.0 has (four: 2% more time on an H200)
-constexpr int kBand = 16;  // rows of tiles. At K = 8192 their rows of A are 32 MiB of pieces, which L2 keeps
+constexpr int kStages = 3;  // two blocks' are 144 KiB, and an SM of 8.0 has 164 (four: 2% more time on an H200)
+constexpr int kBand = 16;  // rows of tiles: at K = 8192 they need 32 MiB of A's pieces, which L2 holds
 constexpr int kScaleLines = 4;  // lines of a row of A that have one scale in the gradients: 128 of K
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
 // accumulators in registers, 128 of at most 255.
