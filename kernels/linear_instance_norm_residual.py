@@ -13,7 +13,7 @@ transforms. Everything else, and whatever needs gradients on a CPU, takes the pl
 On a GPU a large float32 product (`_is_large`) runs on tensor cores, as three fp16 products, where that is faster than
 cuBLAS's float32 product (`_BY_PIECES`) and TF32 is not allowed. All other products are nn.Linear's own (cuBLAS),
 launched before Python checks whether the rest fits, so that the GPU starts early; some small 16-bit ones are done in
-float32 (`_is_widened`). `finish_rows` then reads h and y and writes the output. It reads each value once if F <= 8192.
+float32 (`_cancels`). `finish_rows` then reads h and y and writes the output. It reads each value once if F <= 8192.
 
 In the backward `row_gradients` reads h, y and the output's gradient, again each value once if F <= 8192, and
 writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
@@ -181,7 +181,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __shared__ int coarse;  // how many values are coarse
     const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
     const float* const values = row < m ? x + row * k : w + (row - m) * k;
-    __half* const own = pieces + row * pitch;
+    __half* const row_pieces = pieces + row * pitch;
     const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);
     const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
         if (i >= k) return make_float2(0, 0);
@@ -207,14 +207,14 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
     const float scale = power_of_two(exponent);
-    int own_coarse = 0;
+    int thread_coarse = 0;
     each([&](int i, const float2& pair) {
         if (i >= filled) return;  // otherwise also stores the zeros that fill the row's last line
         const float a = pair.x * scale, b = pair.y * scale;
-        own_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
-        store_pieces<PIECES>(own, i, a, b);
+        thread_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        store_pieces<PIECES>(row_pieces, i, a, b);
     });
-    if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
+    if (thread_coarse > 0) atomicAdd(&coarse, thread_coarse);
     __syncthreads();
     if (threadIdx.x > 0) return;
     unscale[row] = power_of_two(-exponent);
@@ -287,10 +287,10 @@ template <bool MN_MAJOR> struct Copies {
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
             // MN-major: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
-            const __half* const own = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
+            const __half* const source = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
             const bool mn_exists = line * 32 + first + i % 32 < b.rows && (tile_column + i / 32 * 32) * 2 < b.pitch;
             const bool exists = MN_MAJOR ? mn_exists : tile_column + first + i < n;
-            copy_async(stage + (kTileRows + i) * kLineBytes, own, exists);
+            copy_async(stage + (kTileRows + i) * kLineBytes, source, exists);
         }
         from_a += kLine;
         from_b += MN_MAJOR ? 32 * b.pitch : kLine;
@@ -414,47 +414,44 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
 __device__ __forceinline__ void store_values(float* to, int row, int column, int m, int n, const float (&v)[4][16]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float* const own = to + (row + 8 * i) * int64_t(n);
+        float* const to_row = to + (row + 8 * i) * int64_t(n);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const int at = column_of(column, j);
             const bool first = row + 8 * i < m && at < n, second = row + 8 * i < m && at + 1 < n;
-            if (first && n % 2 == 0) *reinterpret_cast<float2*>(own + at) = make_float2(v[i][j], v[i][j + 1]);
-            if (first && n % 2 == 1) own[at] = v[i][j];
-            if (second && n % 2 == 1) own[at + 1] = v[i][j + 1];
+            if (first && n % 2 == 0) *reinterpret_cast<float2*>(to_row + at) = make_float2(v[i][j], v[i][j + 1]);
+            if (first && n % 2 == 1) to_row[at] = v[i][j];
+            if (second && n % 2 == 1) to_row[at + 1] = v[i][j + 1];
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + bias. All lanes of a warp must call finish, as they compute doubtful
-// sums together.
+// Turns a thread's sums of x W^T into h = x W^T + bias, in an epilogue. All lanes of a warp must call finish, as they
+// compute doubtful sums together.
 struct Linear {
     const float *x, *weight, *bias;
     int m, n, k;
     float *unscale, *doubt;  // of x's rows, then of W's
-    // v[i][j] is the sum of row + i * next_row and column_at(j). COLUMNS is 16, and next_row 8, in an epilogue of
-    // multiply; in a kernel after cuBLAS's product a thread has COLUMNS neighbouring columns of neighbouring rows. v is
-    // already multiplied by unscale_x, not yet by unscale_w.
-    template <int COLUMNS>
-    __device__ __forceinline__ void finish(int row, int next_row, int column, float (&v)[4][COLUMNS]) const {
-        const auto column_at = [&](int j) { return COLUMNS == 16 ? column_of(column, j) : column + j; };
+    // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
+    // that of W's.
+    __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
         uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is doubtful
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool exists = row + i * next_row < m;
-            unscale_x[i] = exists ? unscale[row + i * next_row] : 1;
-            doubt_x[i] = exists ? doubt[row + i * next_row] : -INFINITY;
+            const bool exists = row + 8 * i < m;
+            unscale_x[i] = exists ? unscale[row + 8 * i] : 1;
+            doubt_x[i] = exists ? doubt[row + 8 * i] : -INFINITY;
         }
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            const int at = min(column_at(j), n - 1);
-            const float unscale_w = unscale[m + at], plus = bias[at];
-            const float doubt_w = column_at(j) < n ? doubt[m + at] : -INFINITY;
+        for (int j = 0; j < 16; ++j) {
+            const int at = min(column_of(column, j), n - 1);
+            const float unscale_w = unscale[m + at], bias_w = bias[at];
+            const float doubt_w = column_of(column, j) < n ? doubt[m + at] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
                 if (fabsf(v[i][j]) < least || least == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
-                v[i][j] = fmaf(v[i][j], unscale_w, plus);
+                v[i][j] = fmaf(v[i][j], unscale_w, bias_w);
             }
         }
         // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute it, and its owner
@@ -462,18 +459,18 @@ struct Linear {
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int64_t of_x = __shfl_sync(~0u, row, owner) + which / 16 * next_row;
-            const int64_t of_w = __shfl_sync(~0u, column_at(which % 16), owner);
-            float own = 0;
+            const int64_t row_x = __shfl_sync(~0u, row, owner) + which / 16 * 8;
+            const int64_t row_w = __shfl_sync(~0u, column_of(column, which % 16), owner);
+            float sum = 0;
 #pragma unroll 1
-            for (int i = threadIdx.x % 32; i < k; i += 32) own = fmaf(x[of_x * k + i], weight[of_w * k + i], own);
-            own = reduce(own, 32, Sum()) + bias[of_w];
+            for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
+            sum = reduce(sum, 32, Sum()) + bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
-            for (int i = 0; i < 4 * COLUMNS; ++i) {
-                float& value = v[i / COLUMNS][i % COLUMNS];
-                value = i / COLUMNS * 16 + i % COLUMNS == which ? own : value;
+            for (int i = 0; i < 64; ++i) {
+                float& value = v[i / 16][i % 16];
+                value = i == which ? sum : value;
             }
         }
     }
@@ -505,11 +502,11 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
 }
 // Computes h = x W^T + bias and calls the epilogue with it. Writes scales and doubts to where epilogue.linear points.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
-    const Linear& own = epilogue.linear;
-    const int64_t pitch = pitch_of(own.k, 2);
-    launch_split<2>(own.x, own.weight, own.m, own.m + own.n, own.k, pieces, own.unscale, stream);
-    const Operand a = {pieces, own.m, pitch}, b = {pieces + own.m * pitch, own.n, pitch};
-    launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+    const Linear& linear = epilogue.linear;
+    const int64_t pitch = pitch_of(linear.k, 2);
+    launch_split<2>(linear.x, linear.weight, linear.m, linear.m + linear.n, linear.k, pieces, linear.unscale, stream);
+    const Operand a = {pieces, linear.m, pitch}, b = {pieces + linear.m * pitch, linear.n, pitch};
+    launch_multiply<false>(a, b, linear.unscale, 0, linear.n, linear.k, epilogue, stream);
     return cudaGetLastError();
 }
 
@@ -608,8 +605,8 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 //     held by thread        0   1  ...  P - 1    0   1      ...  P - 1     ...    none: read again from memory or L2
 //
 // The smallest group that holds a row takes it.
-// Without the kRowValues values in registers, these kernels would take 1.005 to 1.19 times as long (H200).
-constexpr int kRowThreads = 256, kRowValues = 32;
+constexpr int kRowThreads = 256;
+constexpr int kRowValues = 32;  // of each tensor in a thread's registers (none: 1.005 to 1.19 times as long, H200)
 
 // Adds up each of COUNT values over the threads of a group, and gives each thread the COUNT totals. All threads of the
 // block must call it. Shuffles add within a warp. Then lane 0 of each warp puts its COUNT sums in shared memory, and
@@ -642,60 +639,60 @@ template <class Sixteen> __device__ __forceinline__ void optimization_barrier(Si
 // group - 1. Rows from m on have no packs.
 template <typename T, int TENSORS> struct HeldRows {
     static constexpr int V = 16 / sizeof(T), kHeld = kRowValues / V;
-    using Own = Pack<T, V>;
+    using RowPack = Pack<T, V>;
     int64_t row;
-    int n, group, lane, packs;
-    const Own* from[TENSORS];
-    Own held[TENSORS][kHeld];
+    int n, group, lane, packs_of_row;
+    const RowPack* from[TENSORS];
+    RowPack held[TENSORS][kHeld];
 
     __device__ __forceinline__ HeldRows(const T* const (&tensors)[TENSORS], int64_t m, int n, int group)
         : row(int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group),
           n(n),
           group(group),
           lane(threadIdx.x % group),
-          packs(row < m ? n / V : 0) {
+          packs_of_row(row < m ? n / V : 0) {
 #pragma unroll
         for (int t = 0; t < TENSORS; ++t) {
-            from[t] = reinterpret_cast<const Own*>(tensors[t] + row * n);
+            from[t] = reinterpret_cast<const RowPack*>(tensors[t] + row * n);
 #pragma unroll
             for (int i = 0; i < kHeld; ++i) {
                 const int at = lane + i * group;
-                if (at < packs) held[t][i] = from[t][at];
+                if (at < packs_of_row) held[t][i] = from[t][at];
             }
         }
     }
-    // Calls use(packs, at) for each of this thread's packs of the row: `at` is its number, packs[t] that of tensor t.
+    // Calls use(pack, at) for each of this thread's packs of the row: `at` is its number, pack[t] that of tensor t.
     template <class Use> __device__ __forceinline__ void each(const Use& use) const {
-        Own now[TENSORS];
+        RowPack pack[TENSORS];
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
             const int at = lane + i * group;
 #pragma unroll
             for (int t = 0; t < TENSORS; ++t) {
-                now[t] = held[t][i];
-                optimization_barrier(now[t]);
+                pack[t] = held[t][i];
+                optimization_barrier(pack[t]);
             }
-            if (at < packs) use(now, at);
+            if (at < packs_of_row) use(pack, at);
         }
-        for (int at = lane + kHeld * group; at < packs; at += group) {
+        for (int at = lane + kHeld * group; at < packs_of_row; at += group) {
 #pragma unroll
-            for (int t = 0; t < TENSORS; ++t) now[t] = from[t][at];
-            use(now, at);
+            for (int t = 0; t < TENSORS; ++t) pack[t] = from[t][at];
+            use(pack, at);
         }
     }
     // Calls value(v) for each column, where v[t] is that of tensor t, and stores the results to row `row` of `to`, if
     // that is not null.
     template <class Value> __device__ __forceinline__ void store(T* to, const Value& value) const {
-        each([&](const auto& packs, int at) {
-            Own result;
+        each([&](const auto& pack, int at) {
+            RowPack result;
 #pragma unroll
             for (int j = 0; j < V; ++j) {
                 float v[TENSORS];
 #pragma unroll
-                for (int t = 0; t < TENSORS; ++t) v[t] = to_float(packs[t].value[j]);
+                for (int t = 0; t < TENSORS; ++t) v[t] = to_float(pack[t].value[j]);
                 result.value[j] = from_float<T>(value(v));
             }
-            if (to != nullptr) reinterpret_cast<Own*>(to + row * n)[at] = result;
+            if (to != nullptr) reinterpret_cast<RowPack*>(to + row * n)[at] = result;
         });
     }
 };
@@ -711,14 +708,14 @@ struct RowStatistics {
 template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(const Rows& rows, float eps) {
     const float share = 1.0f / rows.n;  // multiplied into each term of the mean: their plain sum could overflow
     float mean[1] = {};
-    rows.each([&](const auto& packs, int) {
-        for (const auto v : packs[0].value) mean[0] = fmaf(to_float(v), share, mean[0]);
+    rows.each([&](const auto& pack, int) {
+        for (const auto v : pack[0].value) mean[0] = fmaf(to_float(v), share, mean[0]);
     });
     sum_group(mean, rows.group);
     float sums[2] = {};  // of deviations, of their squares
-    rows.each([&](const auto& packs, int) {
+    rows.each([&](const auto& pack, int) {
         float deviations = 0, squares = 0;
-        for (const auto v : packs[0].value) {
+        for (const auto v : pack[0].value) {
             const float deviation = to_float(v) - mean[0];
             deviations += deviation;
             squares = fmaf(deviation, deviation, squares);
@@ -739,8 +736,8 @@ template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(co
 template <typename T> __global__ void __launch_bounds__(kRowThreads)
     finish_rows(const T* h, const T* y, T* out, int64_t m, int n, float eps, int group) {
     const HeldRows<T, 2> rows({h, y}, m, n, group);
-    const RowStatistics own = row_statistics(rows, eps);
-    rows.store(out, [&](const float (&v)[2]) { return (own.normalise(v[0]) + v[1]) * v[1]; });
+    const RowStatistics statistics = row_statistics(rows, eps);
+    rows.store(out, [&](const float (&v)[2]) { return (statistics.normalise(v[0]) + v[1]) * v[1]; });
 }
 
 // With z as above and d = grad * y, which is z's gradient:
@@ -751,18 +748,19 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
     const HeldRows<T, 3> rows({h, y, grad}, m, n, group);
-    const RowStatistics own = row_statistics(rows, eps);
+    const RowStatistics statistics = row_statistics(rows, eps);
     float sums[2] = {};  // of d, of d z
     rows.store(grad_y, [&](const float (&v)[3]) {
-        const float z = own.normalise(v[0]), d = v[2] * v[1];
+        const float z = statistics.normalise(v[0]), d = v[2] * v[1];
         sums[0] += d;
         sums[1] = fmaf(d, z, sums[1]);
         return fmaf(v[2], z + v[1], d);
     });
     sum_group(sums, group);
-    const float mean_d = sums[0] / n, mean_dz = sums[1] / n, rstd = fmaf(own.rstd, -truncated, own.rstd);
+    const float mean_d = sums[0] / n, mean_dz = sums[1] / n;
+    const float rstd = fmaf(statistics.rstd, -truncated, statistics.rstd);
     rows.store(grad_h, [&](const float (&v)[3]) {
-        const float z = own.normalise(v[0]), d = v[2] * v[1];
+        const float z = statistics.normalise(v[0]), d = v[2] * v[1];
         return rstd * (d - mean_d - z * mean_dz);
     });
 }
@@ -801,7 +799,7 @@ struct StoreLinear {
     Linear linear;
     float* h;
     __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
-        linear.finish(row, 8, column, v);
+        linear.finish(row, column, v);
         store_values(h, row, column, linear.m, linear.n, v);
     }
 };
@@ -857,14 +855,14 @@ void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
 }
 at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
     const c10::cuda::CUDAGuard guard(g.device());
-    const at::Tensor out = gradient_meta(g, other, of_weight), given = aligned(g), second = aligned(other);
+    const at::Tensor out = gradient_meta(g, other, of_weight), aligned_g = aligned(g), aligned_other = aligned(other);
     const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
     check_product(g, m, n, k);
     const int64_t rows = out.size(0), terms = other.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
     const at::Tensor scales_a = at::empty({(terms + 127) / 128, rows}, g.options());
     const at::Tensor scales_b = at::empty({2, terms}, g.options());
-    check_launch(launch_gradient(of_weight, floats(given), floats(second), floats(out), pieces_a.data_ptr(),
+    check_launch(launch_gradient(of_weight, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
         floats(scales_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
     return out;
 }
@@ -894,29 +892,29 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_meta(
 }
 
 // The same on a CPU, without gradients. Statistics are added up in double.
-at::Tensor finish_cpu(const at::Tensor& given, const at::Tensor& given_y, double eps) {
+at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    const at::Tensor h = single(given), y = single(given_y), out = at::empty_like(h);
+    const at::Tensor h32 = single(h), y32 = single(y), out = at::empty_like(h32);
     const int64_t n = h.size(1);
     // A thread takes some 16384 features or more, so that a small h stays with one thread. That is half of ATen's
     // grain, as a feature takes more work.
     at::parallel_for(0, n > 0 ? h.size(0) : 0, std::max<int64_t>(1, 16384 / (n + 1)), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-            const float* from = h.const_data_ptr<float>() + row * n;
-            const float* other = y.const_data_ptr<float>() + row * n;
-            float* to = out.mutable_data_ptr<float>() + row * n;
+            const float* h_row = h32.const_data_ptr<float>() + row * n;
+            const float* y_row = y32.const_data_ptr<float>() + row * n;
+            float* out_row = out.mutable_data_ptr<float>() + row * n;
             double sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < n; ++i) sum += from[i];
+            for (int64_t i = 0; i < n; ++i) sum += h_row[i];
             const double mean = sum / n;
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < n; ++i) squares += (from[i] - mean) * (from[i] - mean);
+            for (int64_t i = 0; i < n; ++i) squares += (h_row[i] - mean) * (h_row[i] - mean);
             const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / n + eps));
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) to[i] = (((from[i] - hi) - lo) * rstd + other[i]) * other[i];
+            for (int64_t i = 0; i < n; ++i) out_row[i] = (((h_row[i] - hi) - lo) * rstd + y_row[i]) * y_row[i];
         }
     });
-    return out.to(given.scalar_type());
+    return out.to(h.scalar_type());
 }
 
 #ifdef WITH_CUDA
@@ -929,34 +927,35 @@ extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, con
 
 at::Tensor forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor h = forward_meta(x, weight, bias), rows = aligned(x), columns = aligned(weight);
-    const at::Tensor plus = aligned(bias);
+    const at::Tensor h = forward_meta(x, weight, bias);
+    const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight), aligned_bias = aligned(bias);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
     const at::Tensor pieces = empty_pieces(m + n, k, 2, x), scales = at::empty({2, m + n}, x.options());
-    check_launch(launch_product(floats(rows), floats(columns), floats(plus), floats(h), pieces.data_ptr(),
-        floats(scales), m, n, k, current_stream()));
+    check_launch(launch_product(floats(aligned_x), floats(aligned_weight), floats(aligned_bias), floats(h),
+        pieces.data_ptr(), floats(scales), m, n, k, current_stream()));
     return h;
 }
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
     const c10::cuda::CUDAGuard guard(h.device());
-    const at::Tensor out = finish_meta(h, y, eps), kept = aligned(h), others = aligned(y);
+    const at::Tensor out = finish_meta(h, y, eps), aligned_h = aligned(h), aligned_y = aligned(y);
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(n % 8 == 0, "rows of a multiple of 8 features");
     if (h.numel() == 0) return out;
-    check_launch(launch_finish_rows(
-        kernel_dtype(h), kept.data_ptr(), others.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
+    check_launch(launch_finish_rows(kernel_dtype(h), aligned_h.data_ptr(), aligned_y.data_ptr(), out.data_ptr(), m, n,
+        float(eps), current_stream()));
     return out;
 }
 std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(
     const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, double truncated, bool of_y) {
     const c10::cuda::CUDAGuard guard(h.device());
     auto [grad_h, grad_y] = finish_backward_meta(grad, h, y, eps, truncated, of_y);
-    const at::Tensor given = aligned(grad), kept = aligned(h), others = aligned(y);
+    const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h), aligned_y = aligned(y);
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0, "rows of a multiple of 8 features");
-    check_launch(launch_row_gradients(kernel_dtype(h), kept.data_ptr(), others.data_ptr(), given.data_ptr(),
-        grad_h.data_ptr(), of_y ? grad_y.data_ptr() : nullptr, m, n, float(eps), float(truncated), current_stream()));
+    check_launch(launch_row_gradients(kernel_dtype(h), aligned_h.data_ptr(), aligned_y.data_ptr(),
+        aligned_grad.data_ptr(), grad_h.data_ptr(), of_y ? grad_y.data_ptr() : nullptr, m, n, float(eps),
+        float(truncated), current_stream()));
     return {grad_h, grad_y};
 }
 #endif
@@ -1148,27 +1147,34 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _is_large(x.shape[0], *linear.weight.shape) and _is_layer(linear, x)
 
 
-def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool = False) -> torch.Tensor:
+def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: bool = True) -> torch.Tensor:
     """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and not tf32 and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
+    if large and by_pieces and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 
 
-def _is_widened(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether 16-bit inputs are converted to float32 and only the output is rounded.
+def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a CPU computes 16-bit inputs in float32 and rounds only the output."""
+    if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
+        return False
+    return _is_layer(linear, x) and x.shape[0] >= 32
 
-    On a GPU only small products, of which dX or the bias's gradient has fewer than 64 values. Each is a long sum whose
+
+def _cancels(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a GPU, too, computes 16-bit inputs in float32, for the sake of their gradients.
+
+    These are small products, of which dX or the bias's gradient has fewer than 64 values. Each is a long sum whose
     terms cancel (h's gradients are orthogonal to h). Their errors of rounding do not average out over so few values.
     For one row in float16, the error of dX was 70 times eager's. For 2^22 multiplications the conversions take a
     few microseconds.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or not _is_layer(linear, x):
+    if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is torch.float32 or not _is_layer(linear, x):
         return False
     (m, k), n = x.shape, linear.weight.shape[0]
-    return _WITHOUT_BF16 and m >= 32 if x.is_cpu else (m * k < 64 or n < 64) and m * n * k <= 2**22
+    return (m * k < 64 or n < 64) and m * n * k <= 2**22
 
 
 def _is_ordinary(norm: nn.Module) -> bool:
@@ -1230,12 +1236,13 @@ class LinearByPieces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        (x, weight), (needs_dx, needs_dw, needs_db) = ctx.saved_tensors, ctx.needs_input_grad
         # The bias's gradient is summed in float64: h is so accurate that the rounding of a float32 sum would be
         # visible. That takes memory for float64 values, so it comes first. W's gradient, the largest, comes last.
-        of_bias = grad.sum(0, dtype=torch.float64).to(grad.dtype) if of_bias else None
-        of_x = _gradient(grad, weight, False) if of_x else None
-        return of_x, _gradient(grad, x, True) if of_weight else None, of_bias
+        db = grad.sum(0, dtype=torch.float64).to(grad.dtype) if needs_db else None
+        dx = _gradient(grad, weight, False) if needs_dx else None
+        dw = _gradient(grad, x, True) if needs_dw else None
+        return dx, dw, db
 
 
 class RowNormResidual(torch.autograd.Function):
@@ -1244,22 +1251,22 @@ class RowNormResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, y, eps, truncated):
         ctx.save_for_backward(h, y)
-        ctx.others = eps, truncated
+        ctx.eps, ctx.truncated = eps, truncated
         return _operators.finish(h, y, eps)
 
     @staticmethod
     def backward(ctx, grad):
-        (h, y), needs, (eps, truncated) = ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.others
+        (h, y), needs, eps = ctx.saved_tensors, ctx.needs_input_grad[:2], ctx.eps
         if torch.is_grad_enabled():  # they are to be differentiated in turn
             # Views, so that each counts as independent even if one was computed from the other.
             h, y = h.view_as(h), y.view_as(y)
             out = _finish_plainly(nn.InstanceNorm2d(1, eps=eps), h, y)
             wanted = [t for t, need in zip((h, y), needs) if need]
             of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            found = [next(of_wanted) if need else None for need in needs]
+            gradients = [next(of_wanted) if need else None for need in needs]
         else:
-            found = _operators.finish_backward(grad, h, y, eps, truncated, needs[1])
-        return *(own if need else None for own, need in zip(found, needs)), None, None
+            gradients = _operators.finish_backward(grad, h, y, eps, ctx.truncated, needs[1])
+        return *(g if need else None for g, need in zip(gradients, needs)), None, None
 
 
 class ModelNew(nn.Module):
@@ -1287,7 +1294,7 @@ class ModelNew(nn.Module):
             tensors = x, linear.weight, linear.bias
             h = LinearByPieces.apply(*tensors) if _is_recorded(*tensors) else _operators.forward(*tensors)
             return _finish(norm, h, y, _truncation_of(x.shape[1]))
-        if _is_widened(linear, x) and _is_ordinary(norm) and _are_plain(x, y):
+        if (_is_upcast(linear, x) or _cancels(linear, x)) and _is_ordinary(norm) and _are_plain(x, y):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
             return _finish(norm, h, y.float()).to(x.dtype)
         return _finish(norm, linear(x), y)

@@ -12,12 +12,13 @@ path: the Model's own lines.
 
 On a GPU the product is done in one of three ways:
   - All 16-bit products, and float32 ones that are small (`_is_large`) or not worth a split (`_pays`), are nn.Linear's
-    own (cuBLAS). They are launched before Python checks whether the rest fits, so that the GPU starts early.
+    own (cuBLAS). Without gradients they are launched before Python checks whether the rest fits, so that the GPU starts
+    early.
   - Other float32 products run on tensor cores, as three fp16 products, and are at least as accurate as cuBLAS's.
-  - Where TF32 is allowed, cuBLAS instead multiplies fp16 numbers, which have TF32's 11 bits, in half the time of its
-    TF32 product.
-If groups have 64 features, the second way's epilogue does all that follows the product. In the other cases one more
-kernel, `finish_groups`, does it.
+  - Where TF32 is allowed and groups have 64 features, cuBLAS instead multiplies fp16 numbers, which have TF32's 11
+    bits, in half the time of its TF32 product.
+If groups have 64 features, the second way's epilogue does all that follows the product, and a kernel that calls the
+same epilogue, `apply_epilogue`, does it after the third. In the other cases one more kernel, `finish_groups`, does it.
 
 In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the vectors' gradients. Then
 dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are large, else by cuBLAS.
@@ -185,7 +186,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __shared__ int coarse;  // how many values are coarse
     const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
     const float* const values = row < m ? x + row * k : w + (row - m) * k;
-    __half* const own = pieces + row * pitch;
+    __half* const row_pieces = pieces + row * pitch;
     const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);
     const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
         if (i >= k) return make_float2(0, 0);
@@ -211,14 +212,14 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
     const float scale = power_of_two(exponent);
-    int own_coarse = 0;
+    int thread_coarse = 0;
     each([&](int i, const float2& pair) {
         if (i >= filled) return;  // otherwise also stores the zeros that fill the row's last line
         const float a = pair.x * scale, b = pair.y * scale;
-        own_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
-        store_pieces<PIECES>(own, i, a, b);
+        thread_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        store_pieces<PIECES>(row_pieces, i, a, b);
     });
-    if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
+    if (thread_coarse > 0) atomicAdd(&coarse, thread_coarse);
     __syncthreads();
     if (threadIdx.x > 0) return;
     unscale[row] = power_of_two(-exponent);
@@ -291,10 +292,10 @@ template <bool MN_MAJOR> struct Copies {
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
             // MN-major: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
-            const __half* const own = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
+            const __half* const source = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
             const bool mn_exists = line * 32 + first + i % 32 < b.rows && (tile_column + i / 32 * 32) * 2 < b.pitch;
             const bool exists = MN_MAJOR ? mn_exists : tile_column + first + i < n;
-            copy_async(stage + (kTileRows + i) * kLineBytes, own, exists);
+            copy_async(stage + (kTileRows + i) * kLineBytes, source, exists);
         }
         from_a += kLine;
         from_b += MN_MAJOR ? 32 * b.pitch : kLine;
@@ -418,47 +419,44 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
 __device__ __forceinline__ void store_values(float* to, int row, int column, int m, int n, const float (&v)[4][16]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float* const own = to + (row + 8 * i) * int64_t(n);
+        float* const to_row = to + (row + 8 * i) * int64_t(n);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
             const int at = column_of(column, j);
             const bool first = row + 8 * i < m && at < n, second = row + 8 * i < m && at + 1 < n;
-            if (first && n % 2 == 0) *reinterpret_cast<float2*>(own + at) = make_float2(v[i][j], v[i][j + 1]);
-            if (first && n % 2 == 1) own[at] = v[i][j];
-            if (second && n % 2 == 1) own[at + 1] = v[i][j + 1];
+            if (first && n % 2 == 0) *reinterpret_cast<float2*>(to_row + at) = make_float2(v[i][j], v[i][j + 1]);
+            if (first && n % 2 == 1) to_row[at] = v[i][j];
+            if (second && n % 2 == 1) to_row[at + 1] = v[i][j + 1];
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + bias. All lanes of a warp must call finish, as they compute doubtful
-// sums together.
+// Turns a thread's sums of x W^T into h = x W^T + bias, in an epilogue. All lanes of a warp must call finish, as they
+// compute doubtful sums together.
 struct Linear {
     const float *x, *weight, *bias;
     int m, n, k;
     float *unscale, *doubt;  // of x's rows, then of W's
-    // v[i][j] is the sum of row + i * next_row and column_at(j). COLUMNS is 16, and next_row 8, in an epilogue of
-    // multiply; in a kernel after cuBLAS's product a thread has COLUMNS neighbouring columns of neighbouring rows. v is
-    // already multiplied by unscale_x, not yet by unscale_w.
-    template <int COLUMNS>
-    __device__ __forceinline__ void finish(int row, int next_row, int column, float (&v)[4][COLUMNS]) const {
-        const auto column_at = [&](int j) { return COLUMNS == 16 ? column_of(column, j) : column + j; };
+    // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
+    // that of W's.
+    __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
         uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is doubtful
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool exists = row + i * next_row < m;
-            unscale_x[i] = exists ? unscale[row + i * next_row] : 1;
-            doubt_x[i] = exists ? doubt[row + i * next_row] : -INFINITY;
+            const bool exists = row + 8 * i < m;
+            unscale_x[i] = exists ? unscale[row + 8 * i] : 1;
+            doubt_x[i] = exists ? doubt[row + 8 * i] : -INFINITY;
         }
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            const int at = min(column_at(j), n - 1);
-            const float unscale_w = unscale[m + at], plus = bias[at];
-            const float doubt_w = column_at(j) < n ? doubt[m + at] : -INFINITY;
+        for (int j = 0; j < 16; ++j) {
+            const int at = min(column_of(column, j), n - 1);
+            const float unscale_w = unscale[m + at], bias_w = bias[at];
+            const float doubt_w = column_of(column, j) < n ? doubt[m + at] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
                 if (fabsf(v[i][j]) < least || least == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
-                v[i][j] = fmaf(v[i][j], unscale_w, plus);
+                v[i][j] = fmaf(v[i][j], unscale_w, bias_w);
             }
         }
         // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute it, and its owner
@@ -466,18 +464,18 @@ struct Linear {
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int64_t of_x = __shfl_sync(~0u, row, owner) + which / 16 * next_row;
-            const int64_t of_w = __shfl_sync(~0u, column_at(which % 16), owner);
-            float own = 0;
+            const int64_t row_x = __shfl_sync(~0u, row, owner) + which / 16 * 8;
+            const int64_t row_w = __shfl_sync(~0u, column_of(column, which % 16), owner);
+            float sum = 0;
 #pragma unroll 1
-            for (int i = threadIdx.x % 32; i < k; i += 32) own = fmaf(x[of_x * k + i], weight[of_w * k + i], own);
-            own = reduce(own, 32, Sum()) + bias[of_w];
+            for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
+            sum = reduce(sum, 32, Sum()) + bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
-            for (int i = 0; i < 4 * COLUMNS; ++i) {
-                float& value = v[i / COLUMNS][i % COLUMNS];
-                value = i / COLUMNS * 16 + i % COLUMNS == which ? own : value;
+            for (int i = 0; i < 64; ++i) {
+                float& value = v[i / 16][i % 16];
+                value = i == which ? sum : value;
             }
         }
     }
@@ -509,11 +507,11 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
 }
 // Computes h = x W^T + bias and calls the epilogue with it. Writes scales and doubts to where epilogue.linear points.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
-    const Linear& own = epilogue.linear;
-    const int64_t pitch = pitch_of(own.k, 2);
-    launch_split<2>(own.x, own.weight, own.m, own.m + own.n, own.k, pieces, own.unscale, stream);
-    const Operand a = {pieces, own.m, pitch}, b = {pieces + own.m * pitch, own.n, pitch};
-    launch_multiply<false>(a, b, own.unscale, 0, own.n, own.k, epilogue, stream);
+    const Linear& linear = epilogue.linear;
+    const int64_t pitch = pitch_of(linear.k, 2);
+    launch_split<2>(linear.x, linear.weight, linear.m, linear.m + linear.n, linear.k, pieces, linear.unscale, stream);
+    const Operand a = {pieces, linear.m, pitch}, b = {pieces + linear.m * pitch, linear.n, pitch};
+    launch_multiply<false>(a, b, linear.unscale, 0, linear.n, linear.k, epilogue, stream);
     return cudaGetLastError();
 }
 
@@ -601,9 +599,10 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 
 // ---- The groups of linear_swish_group_norm ----
 
-// The activation and its derivative. To use another, change both, finish_group in C++, and in Python _finish_plainly
-// and the lines for torch.jit.script in ModelNew.forward. The error of v must be small relative to v: a group of small
-// v is divided by its small spread. Where |h| is large the slope must be finite, as 0 times infinity is NaN.
+// The activation and its derivative. To use another, change both, finish_group_cpu in C++, and in Python
+// _finish_plainly and the lines for torch.jit.script in ModelNew.forward. The error of v must be small relative to v: a
+// group of small v is divided by its small spread. Where |h| is large the slope must be finite, as 0 times infinity is
+// NaN.
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, and 2^-17.97 of it at h = -87. Below
 // -87.34 sigmoid is flushed to 0.
@@ -652,72 +651,83 @@ template <int COUNT> __device__ __forceinline__ void finish_group(float (&v)[COU
     for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], scale, shift), gamma[i], beta[i]);
 }
 // The epilogue of the product. With `out` it is used only for groups of 64: four neighbouring lanes hold one.
-struct SwishGroupNorm {
+struct StoreSwishGroupNorm {
     Linear linear;
     const float *bias, *gamma, *beta;
     float *h, *out;  // null where not wanted
     float eps;
     __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
         const int m = linear.m, n = linear.n;
-        linear.finish(row, 8, column, v);
+        linear.finish(row, column, v);
         if (h != nullptr) store_values(h, row, column, m, n, v);
         if (out == nullptr) return;
-        float plus[16], times[16], shifts[16];
+        float bias_at[16], gamma_at[16], beta_at[16];
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
             const int at = min(column_of(column, j), n - 1);
-            plus[j] = bias[at];
-            times[j] = gamma[at];
-            shifts[j] = beta[at];
+            bias_at[j] = bias[at];
+            gamma_at[j] = gamma[at];
+            beta_at[j] = beta[at];
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) finish_group(v[i], plus, times, shifts, 4, eps);
+        for (int i = 0; i < 4; ++i) finish_group(v[i], bias_at, gamma_at, beta_at, 4, eps);
         store_values(out, row, column, m, n, v);
     }
 };
-// In all other cases this kernel follows the product, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring lanes
-// hold a group. Each thread has the same 16 bytes of columns in kSliceRows rows, so it loads their bias, gamma and beta
-// once. SCALED: h holds cuBLAS's product of hi and hi', still scaled. The kernel divides out the scales, adds the
-// linear bias and, if `recorded`, stores the result back to h.
-constexpr int kSliceRows = 4;  // the loads of h that a thread has in flight
-template <typename T, bool SCALED> __global__ void __launch_bounds__(256) finish_groups(T* __restrict__ h,
-    const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta, T* __restrict__ out,
-    int64_t rows, unsigned packs, float eps, int lanes, const __grid_constant__ Linear linear, bool recorded) {
-    constexpr int V = 16 / sizeof(T);
-    const unsigned index = blockIdx.x * 256 + threadIdx.x, pack = index % packs;
-    const int64_t first = int64_t(index / packs) * kSliceRows;
-    const auto load = [&](float (&v)[V], const T* from, int64_t row) {
-        const Pack<T, V> own = reinterpret_cast<const Pack<T, V>*>(from)[row * packs + pack];
+// Calls the epilogue for a product that is in memory, as multiply does for its own: a thread has the same 4 x 16 values
+// of it. The product is cuBLAS's, of hi and hi' and thus still scaled. The epilogue may store h in its place. (Four
+// blocks an SM instead of three would spill.)
+__global__ void __launch_bounds__(kThreads, 3)
+    apply_epilogue(const float* product, const __grid_constant__ StoreSwishGroupNorm epilogue) {
+    const int m = epilogue.linear.m, n = epilogue.linear.n, across = int(divide_up(n, kTileColumns));
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
+    const int row = blockIdx.x / across * kTileRows + warp_row + lane / 4;
+    const int column = blockIdx.x % across * kTileColumns + warp_column + lane % 4 * 2;
+    float v[4][16];
 #pragma unroll
-        for (int j = 0; j < V; ++j) v[j] = to_float(own.value[j]);
-    };
-    const auto store = [&](T* to, int r, const float (&v)[V]) {
-        Pack<T, V> own;
+    for (int i = 0; i < 4; ++i) {
+        const int64_t own_row = row + 8 * i;
+        const float unscale_x = own_row < m ? epilogue.linear.unscale[own_row] : 0;
 #pragma unroll
-        for (int j = 0; j < V; ++j) own.value[j] = from_float<T>(v[j]);
-        if (first + r < rows) reinterpret_cast<Pack<T, V>*>(to)[(first + r) * packs + pack] = own;
-    };
-    float plus[V], times[V], shifts[V], v[kSliceRows][V];
-    load(plus, bias, 0);
-    load(times, gamma, 0);
-    load(shifts, beta, 0);
-    // All kSliceRows loads are issued before any is used. Rows past the end read the last row, and are not stored.
-#pragma unroll
-    for (int r = 0; r < kSliceRows; ++r) load(v[r], h, min(first + r, rows - 1));
-    if constexpr (SCALED) {
-#pragma unroll
-        for (int r = 0; r < kSliceRows; ++r) {
-            const float unscale_x = linear.unscale[min(first + r, rows - 1)];
-#pragma unroll
-            for (int j = 0; j < V; ++j) v[r][j] *= unscale_x;
+        for (int j = 0; j < 16; j += 2) {  // n is even: it is a number of groups of 8 or more
+            const int at = column_of(column, j);
+            float2 pair = {};
+            if (own_row < m && at < n) pair = *reinterpret_cast<const float2*>(product + own_row * n + at);
+            v[i][j] = pair.x * unscale_x;
+            v[i][j + 1] = pair.y * unscale_x;
         }
-        linear.finish(int(first), 1, int(pack) * V, v);
     }
+    epilogue(row, column, v);
+}
+// Where no epilogue does it, this kernel turns h into the output, for groups of 8, 16, 32, 64 or 128. `lanes`
+// neighbouring lanes hold a group. Each thread has the same pack, 16 bytes of columns, in kPackRows rows, so it loads
+// their bias, gamma and beta once.
+constexpr int kPackRows = 4;  // loads of h that a thread has in flight
+template <typename T> __global__ void __launch_bounds__(256)
+    finish_groups(const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma,
+        const T* __restrict__ beta, T* __restrict__ out, int64_t rows, unsigned packs, float eps, int lanes) {
+    constexpr int V = 16 / sizeof(T);
+    const unsigned index = blockIdx.x * 256 + threadIdx.x, column = index % packs;  // in packs
+    const int64_t first = int64_t(index / packs) * kPackRows;
+    const auto load = [&](float (&v)[V], const T* from, int64_t row) {
+        const Pack<T, V> pack = reinterpret_cast<const Pack<T, V>*>(from)[row * packs + column];
 #pragma unroll
-    for (int r = 0; r < kSliceRows; ++r) {
-        if (SCALED && recorded) store(h, r, v[r]);
-        finish_group(v[r], plus, times, shifts, lanes, eps);
-        store(out, r, v[r]);
+        for (int j = 0; j < V; ++j) v[j] = to_float(pack.value[j]);
+    };
+    float bias_at[V], gamma_at[V], beta_at[V], v[kPackRows][V];
+    load(bias_at, bias, 0);
+    load(gamma_at, gamma, 0);
+    load(beta_at, beta, 0);
+    // All four loads are issued before any is used. Rows past the end read the last row, and are not stored.
+#pragma unroll
+    for (int r = 0; r < kPackRows; ++r) load(v[r], h, min(first + r, rows - 1));
+#pragma unroll
+    for (int r = 0; r < kPackRows; ++r) {
+        finish_group(v[r], bias_at, gamma_at, beta_at, lanes, eps);
+        Pack<T, V> pack;
+#pragma unroll
+        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[r][j]);
+        if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + column] = pack;
     }
 }
 
@@ -771,15 +781,15 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
     const auto four_at = [&](const T* from, int64_t row) {
         return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
     };
-    const Pack<T, 4> plus = four_at(bias, 0), times = four_at(gamma, 0);
+    const Pack<T, 4> bias_at = four_at(bias, 0), gamma_at = four_at(gamma, 0);
     float sums[4][4] = {};
 #pragma unroll 2
     for (int64_t row = first_row + warp; row < min(first_row + kRowsOfSums, int64_t(rows)); row += 8) {
-        float own[4];
-        find_gradient(four_at(h, row), four_at(grad, row), plus, times, lanes, eps, own, sums);
+        float row_g[4];
+        find_gradient(four_at(h, row), four_at(grad, row), bias_at, gamma_at, lanes, eps, row_g, sums);
         Pack<T, 4> pack;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pack.value[i] = from_float<T>(own[i]);
+        for (int i = 0; i < 4; ++i) pack.value[i] = from_float<T>(row_g[i]);
         if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = pack;
     }
 #pragma unroll
@@ -810,45 +820,37 @@ template <typename T> __global__ void __launch_bounds__(256)
 
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
 
-// Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null.
-extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* h, float* out, void* pieces, float* scales, int64_t m, int64_t n,
-    int64_t k, float eps, cudaStream_t stream) {
-    const Linear linear = {x, weight, linear_bias, int(m), int(n), int(k), scales, scales + m + n};
-    return launch_linear(SwishGroupNorm{linear, bias, gamma, beta, h, out, eps}, static_cast<__half*>(pieces), stream);
-}
-// Where TF32 is allowed: writes the hi of x's m rows, then of W's n rows.
+// Where TF32 is allowed: writes the hi of x's m rows, then of W's n rows, for cuBLAS to multiply.
 extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales, int64_t m, int64_t n,
     int64_t k, cudaStream_t stream) {
     launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), scales, stream);
     return cudaGetLastError();
 }
-template <typename T, bool SCALED> static void launch_groups(void* h, const void* bias, const void* gamma,
-    const void* beta, void* out, int64_t m, int64_t n, int64_t groups, float eps, const Linear& linear, bool recorded,
-    cudaStream_t stream) {
-    const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    constexpr int V = 16 / sizeof(T);
-    // A block takes 16 KiB of h. With 2^24 blocks h would have 256 GiB, so there are fewer (which is not checked), and
-    // the kernel's index, below 256 times their number, fits 32 bits.
-    const unsigned blocks = unsigned(divide_up(divide_up(m, kSliceRows) * n / V, 256));
-    finish_groups<T, SCALED><<<blocks, 256, 0, stream>>>(static_cast<T*>(h), as(bias), as(gamma), as(beta),
-        static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V), linear, recorded);
+// Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
+// cuBLAS's from what launch_split_hi wrote, and may be where h is to be; or it is null, and computed here.
+extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
+    const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces, float* scales,
+    int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    const Linear linear = {x, weight, linear_bias, int(m), int(n), int(k), scales, scales + m + n};
+    const StoreSwishGroupNorm epilogue = {linear, bias, gamma, beta, h, out, eps};
+    if (product == nullptr) return launch_linear(epilogue, static_cast<__half*>(pieces), stream);
+    const unsigned tiles = unsigned(divide_up(m, kTileRows) * divide_up(n, kTileColumns));
+    apply_epilogue<<<tiles, kThreads, 0, stream>>>(product, epilogue);
+    return cudaGetLastError();
 }
 // From h (m, n), the linear layer's output: writes the network's output to out.
-extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* gamma, const void* beta, void* out,
+extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
-        launch_groups<decltype(zero), false>(h, bias, gamma, beta, out, m, n, groups, eps, {}, false, stream);
+        using T = decltype(zero);
+        const auto as = [](const void* p) { return static_cast<const T*>(p); };
+        constexpr int V = 16 / sizeof(T);
+        // A block takes 16 KiB of h. With 2^24 blocks h would have 256 GiB, so there are fewer (which is not checked),
+        // and the kernel's index, below 256 times their number, fits 32 bits.
+        const unsigned blocks = unsigned(divide_up(divide_up(m, kPackRows) * n / V, 256));
+        finish_groups<<<blocks, 256, 0, stream>>>(
+            as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V));
     });
-}
-// The same from cuBLAS's product, in h, of the hi and hi' that launch_split_hi wrote. If `recorded`, h becomes the
-// linear layer's output.
-extern "C" int launch_finish_scaled(float* h, const float* x, const float* weight, const float* linear_bias,
-    const float* bias, const float* gamma, const float* beta, float* out, float* scales, int64_t m, int64_t n,
-    int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream) {
-    const Linear linear = {x, weight, linear_bias, int(m), int(n), int(k), scales, scales + m + n};
-    launch_groups<float, true>(h, bias, gamma, beta, out, m, n, groups, eps, linear, recorded, stream);
-    return cudaGetLastError();
 }
 extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kRowsOfSums); }
 // Writes G to g, and to `sums` (4, n) the gradients of the linear bias, bias, gamma and beta.
@@ -914,14 +916,14 @@ void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
 }
 at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
     const c10::cuda::CUDAGuard guard(g.device());
-    const at::Tensor out = gradient_meta(g, other, of_weight), given = aligned(g), second = aligned(other);
+    const at::Tensor out = gradient_meta(g, other, of_weight), aligned_g = aligned(g), aligned_other = aligned(other);
     const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
     check_product(g, m, n, k);
     const int64_t rows = out.size(0), terms = other.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
     const at::Tensor scales_a = at::empty({(terms + 127) / 128, rows}, g.options());
     const at::Tensor scales_b = at::empty({2, terms}, g.options());
-    check_launch(launch_gradient(of_weight, floats(given), floats(second), floats(out), pieces_a.data_ptr(),
+    check_launch(launch_gradient(of_weight, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
         floats(scales_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
     return out;
 }
@@ -954,7 +956,7 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_meta(const at::Tensor& grad, 
 }
 
 // One thread finishes one group of a row. out holds v until the last loop. Statistics are added up in double.
-void finish_group(
+void finish_group_cpu(
     const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width, double eps) {
     using Vec = at::vec::Vectorized<float>;
     double sum = 0, squares = 0;
@@ -973,35 +975,33 @@ void finish_group(
         out[i] = std::abs(a) < INFINITY ? ((out[i] - hi) - lo) * a + beta[i] : out[i] * a + (beta[i] - hi * a);
     }
 }
-at::Tensor finish_cpu(const at::Tensor& given, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
+at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    const at::Tensor h = single(given), out = at::empty_like(h);
-    const at::Tensor plus = single(bias), times = single(gamma), shift = single(beta);
+    const at::Tensor h32 = single(h), bias32 = single(bias), gamma32 = single(gamma), beta32 = single(beta);
+    const at::Tensor out = at::empty_like(h32);
     const int64_t width = h.size(1) / groups;
     // A thread takes some 8192 features or more, so that a small h stays with one thread. That is a quarter of ATen's
     // grain, as a feature takes more work.
     at::parallel_for(0, h.size(0) * groups, 8192 / (width + 1) + 1, [&](int64_t begin, int64_t end) {
-        for (int64_t slice = begin; slice < end; ++slice) {
-            const int64_t at = slice * width, feature = slice % groups * width;
-            finish_group(h.data_ptr<float>() + at, plus.data_ptr<float>() + feature, times.data_ptr<float>() + feature,
-                shift.data_ptr<float>() + feature, out.data_ptr<float>() + at, width, eps);
+        for (int64_t i = begin; i < end; ++i) {
+            const int64_t first = i * width, feature = i % groups * width;
+            finish_group_cpu(h32.data_ptr<float>() + first, bias32.data_ptr<float>() + feature,
+                gamma32.data_ptr<float>() + feature, beta32.data_ptr<float>() + feature, out.data_ptr<float>() + first,
+                width, eps);
         }
     });
-    return out.to(given.scalar_type());
+    return out.to(h.scalar_type());
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* h, float* out, void* pieces, float* scales, int64_t m, int64_t n,
-    int64_t k, float eps, cudaStream_t stream);
 extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales, int64_t m, int64_t n,
     int64_t k, cudaStream_t stream);
-extern "C" int launch_finish(int dtype, void* h, const void* bias, const void* gamma, const void* beta, void* out,
+extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
+    const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces, float* scales,
+    int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
+extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
-extern "C" int launch_finish_scaled(float* h, const float* x, const float* weight, const float* linear_bias,
-    const float* bias, const float* gamma, const float* beta, float* out, float* scales, int64_t m, int64_t n,
-    int64_t k, int64_t groups, float eps, bool recorded, cudaStream_t stream);
 extern "C" int64_t partial_sums(int64_t m);
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
@@ -1012,56 +1012,57 @@ void check_groups(int64_t n, int64_t groups) {
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(h.device());
-    const at::Tensor out = finish_meta(h, bias, gamma, beta, groups, eps), kept = aligned(h);
-    const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
+    const at::Tensor out = finish_meta(h, bias, gamma, beta, groups, eps), aligned_h = aligned(h);
+    const at::Tensor aligned_bias = aligned(bias), aligned_gamma = aligned(gamma), aligned_beta = aligned(beta);
     const int64_t m = h.size(0), n = h.size(1);
     if (m * n == 0) return out;
     check_groups(n, groups);
-    check_launch(launch_finish(kernel_dtype(h), kept.data_ptr(), plus.data_ptr(), times.data_ptr(), shift.data_ptr(),
-        out.data_ptr(), m, n, groups, float(eps), current_stream()));
+    check_launch(launch_finish(kernel_dtype(h), aligned_h.data_ptr(), aligned_bias.data_ptr(), aligned_gamma.data_ptr(),
+        aligned_beta.data_ptr(), out.data_ptr(), m, n, groups, float(eps), current_stream()));
     return out;
 }
-// Without TF32: the kernels' product, whose epilogue finishes groups of 64. Where TF32 is allowed: cuBLAS's product of
-// the hi pieces, which have TF32's 11 bits.
+// The epilogue finishes groups of 64. For others it stores h, and finish_cuda does the rest.
 std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps, bool tf32, bool recorded) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [out, h] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
+    const auto [out, none] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
     check_groups(n, groups);
-    const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
-    const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
+    const bool finishes = n == 64 * groups, stores_h = recorded || !finishes;
+    TORCH_CHECK(finishes || !tf32, "where TF32 is allowed, groups of 64");
+    const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight);
+    const at::Tensor aligned_linear_bias = aligned(linear_bias), aligned_bias = aligned(bias);
+    const at::Tensor aligned_gamma = aligned(gamma), aligned_beta = aligned(beta);
     const at::Tensor pieces = empty_pieces(m + n, k, tf32 ? 1 : 2, x), scales = at::empty({2, m + n}, x.options());
+    at::Tensor h;
     if (tf32) {
         check_launch(launch_split_hi(
-            floats(rows), floats(columns), pieces.data_ptr(), floats(scales), m, n, k, current_stream()));
+            floats(aligned_x), floats(aligned_weight), pieces.data_ptr(), floats(scales), m, n, k, current_stream()));
         h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
-        check_launch(
-            launch_finish_scaled(floats(h), floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
-                floats(shift), floats(out), floats(scales), m, n, k, groups, float(eps), recorded, current_stream()));
-        return {out, recorded ? h : at::empty({0}, x.options())};
+    } else if (stores_h) {
+        h = at::empty_like(out);
     }
-    const bool whole = n == 64 * groups;
-    // h is stored if it is recorded or, as scratch, if groups are not of 64 and finish_cuda is to read it.
-    const at::Tensor product = recorded || whole ? h : at::empty_like(out);
-    check_launch(launch_product(floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
-        floats(shift), product.numel() > 0 ? floats(product) : nullptr, whole ? floats(out) : nullptr,
-        pieces.data_ptr(), floats(scales), m, n, k, float(eps), current_stream()));
-    return {whole ? out : finish_cuda(product, bias, gamma, beta, groups, eps), h};
+    check_launch(launch_product(floats(aligned_x), floats(aligned_weight), floats(aligned_linear_bias),
+        floats(aligned_bias), floats(aligned_gamma), floats(aligned_beta), tf32 ? floats(h) : nullptr,
+        stores_h ? floats(h) : nullptr, finishes ? floats(out) : nullptr, pieces.data_ptr(), floats(scales), m, n, k,
+        float(eps), current_stream()));
+    return {finishes ? out : finish_cuda(h, bias, gamma, beta, groups, eps), recorded ? h : none};
 }
 std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
     const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(h.device());
     const auto [g, sums] = finish_backward_meta(grad, h, bias, gamma, groups, eps);
-    const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
+    const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h);
+    const at::Tensor aligned_bias = aligned(bias), aligned_gamma = aligned(gamma);
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0, "rows");
     check_groups(n, groups);
     const at::Tensor partials = at::empty({partial_sums(m), 4, n}, h.options().dtype(at::kFloat));
-    check_launch(launch_gradients(kernel_dtype(h), given.data_ptr(), kept.data_ptr(), plus.data_ptr(), times.data_ptr(),
-        floats(partials), g.data_ptr(), sums.data_ptr(), m, n, groups, float(eps), current_stream()));
+    check_launch(launch_gradients(kernel_dtype(h), aligned_grad.data_ptr(), aligned_h.data_ptr(),
+        aligned_bias.data_ptr(), aligned_gamma.data_ptr(), floats(partials), g.data_ptr(), sums.data_ptr(), m, n,
+        groups, float(eps), current_stream()));
     return {g, sums};
 }
 #endif
@@ -1254,50 +1255,42 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _is_large(x.shape[0], *linear.weight.shape) and _is_layer(linear, x)
 
 
-def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, tf32: bool = False) -> torch.Tensor:
+def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: bool = True) -> torch.Tensor:
     """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and not tf32 and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
+    if large and by_pieces and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 
 
-def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether
-    cuBLAS's fp16 product saves more time than the split takes. The product saves time for each of its m n k
-    multiplications, and the split takes time for each of (m + n) k values: on an H200, by their rates, what 700
-    multiplications save. For the sake of other GPUs, 2048 are asked for."""
+    the epilogue takes groups of this size, and cuBLAS's fp16 product saves more time than the split takes. The
+    product saves time for each of its m n k multiplications, and the split takes time for each of (m + n) k values: on
+    an H200, by their rates, what 700 multiplications save. For the sake of other GPUs, 2048 are asked for."""
     if not _allows_tf32():
         return x.device.index in _BY_PIECES
     m, n = x.shape[0], weight.shape[0]
-    return not _is_exporting() and m * n >= 2048 * (m + n)
+    return not _is_exporting() and n == 64 * getattr(norm, "num_groups", 0) and m * n >= 2048 * (m + n)
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a CPU converts 16-bit inputs to float32 and rounds only the output."""
+    """Whether a CPU computes 16-bit inputs in float32 and rounds only the output."""
     if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
         return False
     return _is_layer(linear, x) and x.shape[0] >= 32
 
 
-def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Tensor:
+def _finish_plainly(norm, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """What follows the linear layer, in the Model's lines."""
     h = torch.sigmoid(h) * h
     h = h + bias
-    return group_norm(h)
+    return norm(h)
 
 
-def _differentiably(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
-    return _finish_plainly(bias, lambda h: nn.functional.group_norm(h, groups, gamma, beta, eps), h)
-
-
-def _gradients_to_differentiate(function, tensors: list, needs: list[bool], grad: torch.Tensor) -> list:
-    # Views, so that each counts as independent even if one was computed from another.
-    tensors = [t.view_as(t) for t in tensors]
-    wanted = [t for t, need in zip(tensors, needs) if need]
-    found = iter(torch.autograd.grad(function(*tensors), wanted, grad, create_graph=True))
-    return [next(found) if need else None for need in needs]
+def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
+    return _finish_plainly(lambda h: nn.functional.group_norm(h, groups, gamma, beta, eps), bias, h)
 
 
 def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
@@ -1315,61 +1308,44 @@ def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
 def _finish(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """What follows the linear layer."""
     if isinstance(h, torch.Tensor) and _fits(norm, bias, h, h.shape[-1]):
-        inputs = h, bias, norm.weight, norm.bias, norm.num_groups, norm.eps
-        if not _is_recorded(*inputs[:4]):
-            return _operators.finish(*inputs)
-        if h.is_cuda and h.shape[0] > 0:
-            return SwishGroupNorm.apply(*inputs)
-    return _finish_plainly(bias, norm, h)
-
-
-class SwishGroupNorm(torch.autograd.Function):
-    """What follows the linear layer, on a GPU. Second derivatives are ATen's."""
-
-    @staticmethod
-    def forward(ctx, h, bias, gamma, beta, groups, eps):
-        ctx.save_for_backward(h, bias, gamma, beta)
-        ctx.others = groups, eps
-        return _operators.finish(h, bias, gamma, beta, groups, eps)
-
-    @staticmethod
-    def backward(ctx, grad):
-        tensors, needs, others = ctx.saved_tensors, ctx.needs_input_grad[:4], ctx.others
-        if torch.is_grad_enabled():  # they are to be differentiated in turn
-            found = _gradients_to_differentiate(lambda *t: _differentiably(*t, *others), tensors, needs, grad)
-        else:
-            of_h, sums = _operators.finish_backward(grad, *tensors[:3], *others)
-            found = of_h, *sums[1:]
-        return *(own if need else None for own, need in zip(found, needs)), None, None
+        vectors = bias, norm.weight, norm.bias
+        if not _is_recorded(h, *vectors):
+            return _operators.finish(h, *vectors, norm.num_groups, norm.eps)
+    return _finish_plainly(norm, bias, h)
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network, its product on tensor cores. Second derivatives are ATen's."""
+    """The whole network, on a GPU. Second derivatives are ATen's."""
 
     @staticmethod
-    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
-        out, h = _operators.forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
+    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, by_pieces, tf32):
+        if by_pieces:
+            out, h = _operators.forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
+        else:
+            h = nn.functional.linear(x, weight, linear_bias)
+            out = _operators.finish(h, bias, gamma, beta, groups, eps)
         ctx.save_for_backward(x, weight, linear_bias, bias, gamma, beta, h)
-        ctx.others = groups, eps, tf32
+        ctx.groups, ctx.eps, ctx.by_pieces = groups, eps, by_pieces and not tf32
         return out
 
     @staticmethod
     def backward(ctx, grad):
         *tensors, h = ctx.saved_tensors
-        needs, (groups, eps, tf32) = ctx.needs_input_grad[:6], ctx.others
+        needs, groups, eps = ctx.needs_input_grad[:6], ctx.groups, ctx.eps
         if torch.is_grad_enabled():  # they are to be differentiated in turn
-
-            def model(x, weight, linear_bias, *vectors):
-                return _differentiably(nn.functional.linear(x, weight, linear_bias), *vectors, groups, eps)
-
-            found = _gradients_to_differentiate(model, tensors, needs, grad)
+            # Views, so that each counts as independent even if one was computed from another.
+            tensors = [t.view_as(t) for t in tensors]
+            out = _finish_functionally(nn.functional.linear(*tensors[:3]), *tensors[3:], groups, eps)
+            wanted = [t for t, need in zip(tensors, needs) if need]
+            of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            gradients = [next(of_wanted) if need else None for need in needs]
         else:
             x, weight, _, bias, gamma, _ = tensors
-            g, sums = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
-            of_x = _gradient(g, weight, False, tf32) if needs[0] else None
-            of_weight = _gradient(g, x, True, tf32) if needs[1] else None
-            found = of_x, of_weight, *sums
-        return *(own if need else None for own, need in zip(found, needs)), None, None, None
+            g, of_vectors = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
+            dx = _gradient(g, weight, False, ctx.by_pieces) if needs[0] else None
+            dw = _gradient(g, x, True, ctx.by_pieces) if needs[1] else None
+            gradients = dx, dw, *of_vectors
+        return *(t if need else None for t, need in zip(gradients, needs)), None, None, None, None
 
 
 class ModelNew(nn.Module):
@@ -1394,15 +1370,19 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
-        if _is_large_layer(linear, x) and _pays(x, linear.weight) and _fits(norm, bias, x, len(linear.weight)):
+        by_pieces = _is_large_layer(linear, x) and _pays(norm, x, linear.weight)
+        # Small layers that are not recorded are launched first, in the last line.
+        whole = by_pieces or torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda
+        if whole and _fits(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
-            others = norm.num_groups, norm.eps, _allows_tf32()
-            if _is_recorded(*tensors):
-                return LinearSwishGroupNorm.apply(*tensors, *others)
-            return _operators.forward(*tensors, *others, False)[0]
+            others = norm.num_groups, norm.eps
+            if _is_recorded(*tensors) and x.shape[0] > 0:
+                return LinearSwishGroupNorm.apply(*tensors, *others, by_pieces, _allows_tf32())
+            if by_pieces:
+                return _operators.forward(*tensors, *others, _allows_tf32(), False)[0]
         if _is_upcast(linear, x) and _fits(norm, bias, x, len(linear.weight)):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
             vectors = [t.float() for t in (bias, norm.weight, norm.bias)]
-            finish = _differentiably if _is_recorded(h, *vectors) else _operators.finish
+            finish = _finish_functionally if _is_recorded(h, *vectors) else _operators.finish
             return finish(h, *vectors, norm.num_groups, norm.eps).to(x.dtype)
         return _finish(norm, bias, linear(x))

@@ -188,8 +188,8 @@ APPLIED = {
     "linear_instance_norm_residual": lambda file, m, x, y: file.RowNormResidual.apply(
         m.bmm(x), y, m.instance_norm.eps, 0
     ),
-    "linear_swish_group_norm": lambda file, m, x: file.SwishGroupNorm.apply(
-        m.matmul(x), m.bias, *m.group_norm.parameters(), m.group_norm.num_groups, m.group_norm.eps
+    "linear_swish_group_norm": lambda file, m, x: file.LinearSwishGroupNorm.apply(
+        x, *m.matmul.parameters(), m.bias, *m.group_norm.parameters(), m.group_norm.num_groups, m.group_norm.eps, 0, 0
     ),
 }
 

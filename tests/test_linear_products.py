@@ -41,12 +41,13 @@ ODD = for_each_file([
     groups(4097, 2112, 132), groups(129, 8192, 1028), groups(640, 192, 9000), groups(1500, 1024, 1024, 32),
     groups(1500, 1024, 1024, 128), groups(300, 256, 1001), groups(2048, 1024, 1024, 1024),
 ])
-LARGE = for_each_file([  # one product pays beside cuBLAS's TF32, in the portable file only in the last
-    rows(4000, 4096, 1024), groups(4000, 4096, 1024), groups(4100, 4096, 1024),
+LARGE = for_each_file([  # one product pays beside cuBLAS's TF32, in the portable file only in the last two
+    rows(4000, 4096, 1024), groups(4000, 4096, 1024), groups(4100, 4096, 1024), groups(4100, 4096, 1024, 32),
 ])
 TRAINED = for_each_file([  # the backward's product is ours, or just not
     rows(1500, 1288, 1100), rows(1024, 8192, 260), groups(1100, 1024, 1028), groups(4099, 2112, 260),
     groups(1100, 4160, 516), groups(1100, 1024, 1028, 128), SMALL, groups(1000, 8192, 132), groups(4099, 4160, 132),
+    groups(4099, 4160, 132, 32),
 ])
 # fmt: on
 BENCHMARKS = for_each_file([rows(1024, 8192, 8192), groups(32768, 4096, 1024)])
