@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, assert_same_form, forward
+from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward
 from cases import CASES, FIRST, STEMS, Case, build, converted, first_cases, problem, solution
 from torch import nn
 from torch.nn.utils import prune
@@ -96,21 +96,27 @@ def test_default_dtype_and_device_are_respected(case):
 # ---- the life of a module
 
 
+NEW_WEIGHTS = [
+    lambda p: p.data.mul_(-0.7),
+    lambda p: p.data.copy_(torch.randn_like(p)),
+    lambda p: setattr(p, "data", p.data * 2),
+]
+
+
 @first_cases
-def test_new_weights_are_used_at_once(case, device):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_new_weights_are_used_at_once(case, device, count):
     """Nothing is kept from an earlier call: neither a step of an optimiser nor a write through .data goes unseen."""
-    model, new, inputs = build(case, device)
-    forward(new, inputs)
-    changes = [
-        lambda p: p.data.mul_(-0.7),
-        lambda p: p.data.copy_(torch.randn_like(p)),
-        lambda p: setattr(p, "data", p.data * 2),
-    ]
-    for change in changes:
-        for one, other in zip(model.parameters(), new.parameters(), strict=True):
-            change(other)
-            one.data.copy_(other.data)
-        assert_as_accurate_as_eager(forward, [(model, new, inputs)])
+
+    def change_after_a_call(model, new, inputs):
+        for change in NEW_WEIGHTS[:count]:
+            forward(new, inputs)
+            for one, other in zip(model.parameters(), new.parameters(), strict=True):
+                change(other)
+                one.data.copy_(other.data)
+        return inputs
+
+    assert_as_accurate_as_eager(forward, draws(case, device, torch.float32, change_after_a_call))
 
 
 @first_cases
