@@ -26,9 +26,9 @@ Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile):
 
                                   forward                     forward and backward, with x's gradient
-    float32                       1.156 ms (5.05x, 2.92x)     4.854 ms (3.79x, 2.80x)
-    float32, compiled for 8.0     1.141 ms (5.12x)            4.863 ms (3.78x)
-    bfloat16                      0.7565 ms (6.96x, 3.66x)    3.21 ms (3.89x, 2.50x)
+    float32                       1.158 ms (5.04x, 2.90x)     4.871 ms (3.78x, 2.79x)
+    float32, compiled for 8.0     1.155 ms (5.06x)            4.882 ms (3.77x)
+    bfloat16                      0.759 ms (6.93x, 3.65x)     3.203 ms (3.90x, 2.48x)
 """
 
 import contextlib

@@ -28,7 +28,7 @@ Read "The groups" first, and "The product" when you want to know how x W^T is co
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
-eager, with backward 7.60 ms, 3.05x; TF32 allowed 0.84 ms, 4.1x; bfloat16 0.56 ms, 4.9x. With cuBLAS's float32 product,
+eager, with backward 7.60 ms, 3.04x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.56 ms, 4.9x. With cuBLAS's float32 product,
 as on compute capability 8.6, an earlier version took 5.9 ms in float32 on an H200, 1.4x eager.
 """
 
