@@ -59,34 +59,35 @@ CUDA_SOURCE = r"""
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
 // lo lo' is dropped, and three products remain. The K dropped terms of a sum have different signs and mostly cancel.
-// They add up to less than what float32 arithmetic loses, which rounds the sum after each of K additions by up to
-// 2^-24 of it. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
+// They add up to less than float32 arithmetic loses by rounding the sum after each of K additions, by up to 2^-24 of
+// it. On the GPUs where this is used (`_BY_PIECES`), tensor cores multiply fp16 7 or 16 times as fast as SGEMM,
+// cuBLAS's float32 product, multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by the power of two that brings its largest
 // value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row
 // whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of
 // 8 there, and lo is -1.599609.
 //
-// Promotion. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
-// grow with K. So after every 32, 64 or 128 of K, the accumulators are added to float32 sums in other registers and
-// begin again at zero. The interval is longer for larger K, as the errors of SGEMM, cuBLAS's float32 product, grow with
-// K as well. (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then
-// its errors could be 1.2 times SGEMM's.)
+// Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
+// grow with K. So after every 32 of K the accumulators are added to float32 sums in other registers, and begin again at
+// zero; after every 64 from K = 1024 on, and after every 128 from 4096 on, since SGEMM's errors grow with K as well.
+// (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors
+// could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Doubt. Below 2^-14 fp16 counts in steps of 2^-24, so that hi or lo may be off by 2^-25.
-//   - For a scaled value of 2^-2 or more that is within the 2^-23 of it which is lost anyway. A smaller one, which is
-//     below 2^-16 of its row's largest, is called coarse.
-//   - A coarse value is multiplied by one below 2^15. So if two rows have c coarse values between them, these change
-//     the sum by less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it
-//     that float32 may lose.
+//   - Of a scaled value of 2^-2 or more that is at most 2^-23, which is lost anyway. A smaller one, which is below
+//     2^-16 of its row's largest, is called coarse.
+//   - A coarse value is multiplied by one below 2^15. So if two rows have c coarse values between them, their errors
+//     change the sum by less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24
+//     of it that float32 may lose.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
 //     smaller than its two rows' doubts together is doubtful, and is computed again from the float32 values. That
 //     happens to fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
-//   - Rows whose largest finite value is 2^75 or more have infinite doubt, as a sum times the first of its two inverse
-//     scales might overflow. Rows without a finite value but 0 have a doubt of -infinity: their sums are not computed
-//     again.
+//   - Rows whose largest finite value is 2^75 or more have infinite doubt: from 2^88 on, a sum times the first of its
+//     two inverse scales, that of x's row, might overflow. Rows without a finite value but 0 have a doubt of -infinity:
+//     their sums are not computed again.
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
@@ -94,8 +95,8 @@ CUDA_SOURCE = r"""
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
-// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (A smaller
-// doubt would do for its larger errors.)
+// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Its errors
+// are larger, so less doubt would do.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -304,8 +305,9 @@ template <bool MN_MAJOR> struct Copies {
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// A row of the stage is a row of A, a column of B or, MN-major, a row of B. MN-major, quarters 0 and 1 are hi of 16 of
-// the 32 rows each, quarters 2 and 3 are lo, and i / 2 is which line. The address of another quarter is `from` with the
+// A row of the stage is a row of A, a column of B or, MN-major, a row of B. MN-major, quarters 0 and 1 are hi of rows
+// 0..15 and 16..31, quarters 2 and 3 their lo, and to[i] has 16 columns: half i % 2 of line i / 2. The address of
+// another quarter is `from` with the
 // byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
 // needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
@@ -454,7 +456,7 @@ struct Linear {
                 v[i][j] = fmaf(v[i][j], unscale_w, bias_w);
             }
         }
-        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute it, and its owner
+        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute one, its owner
         // keeps it. (The loop over constant indices keeps v in registers.)
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
@@ -519,7 +521,7 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 //
 // Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin again after them.
 // So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of these sums,
-// and none is computed again.
+// and none is computed again: a coarse value is off by at most 2^-39 of the largest that shares its scale.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
@@ -1151,7 +1153,7 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: 
     """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and by_pieces and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
+    if large and by_pieces and not torch.is_grad_enabled():  # if enabled, they are to be differentiated in turn
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 

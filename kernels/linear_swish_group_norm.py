@@ -14,22 +14,25 @@ On a GPU the product is done in one of three ways:
   - All 16-bit products, and float32 ones that are small (`_is_large`) or not worth a split (`_pays`), are nn.Linear's
     own (cuBLAS). Without gradients they are launched before Python checks whether the rest fits, so that the GPU starts
     early.
-  - Other float32 products run on tensor cores, as three fp16 products, and are at least as accurate as cuBLAS's.
-  - Where TF32 is allowed and groups have 64 features, cuBLAS instead multiplies fp16 numbers, which have TF32's 11
-    bits, in half the time of its TF32 product.
+  - Without TF32, other float32 products run on tensor cores, as three fp16 products, and are at least as accurate as
+    cuBLAS's.
+  - Where TF32 is allowed and groups have 64 features, cuBLAS multiplies fp16 numbers, which have TF32's 11 bits, in
+    half the time of its TF32 product.
 If groups have 64 features, the second way's epilogue does all that follows the product, and a kernel that calls the
 same epilogue, `apply_epilogue`, does it after the third. In the other cases one more kernel, `finish_groups`, does it.
 
-In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the vectors' gradients. Then
-dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are large, else by cuBLAS.
+In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the gradients of the two
+biases, gamma and beta. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are
+large, else by cuBLAS.
 
 On a CPU, threads finish the groups of PyTorch's product; 16-bit inputs are computed in float32 where that is faster.
-Read "The groups" first, and "The product" when you want to know how x W^T is computed.
+Read "The groups" first, from `activation` to `finish_group`, and "The product" when you want to know how x W^T is
+computed.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
 eager, with backward 7.60 ms, 3.04x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.56 ms, 4.9x. With cuBLAS's float32 product,
-as on compute capability 8.6, an earlier version took 5.9 ms in float32 on an H200, 1.4x eager.
+which GPUs of 8.6 get, an earlier version took 5.9 ms in float32 on an H200, 1.4x eager.
 """
 
 import contextlib
@@ -64,34 +67,35 @@ CUDA_SOURCE = r"""
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
 // lo lo' is dropped, and three products remain. The K dropped terms of a sum have different signs and mostly cancel.
-// They add up to less than what float32 arithmetic loses, which rounds the sum after each of K additions by up to
-// 2^-24 of it. Tensor cores multiply fp16 at 7 to 16 times the rate of float32 arithmetic.
+// They add up to less than float32 arithmetic loses by rounding the sum after each of K additions, by up to 2^-24 of
+// it. On the GPUs where this is used (`_BY_PIECES`), tensor cores multiply fp16 7 or 16 times as fast as SGEMM,
+// cuBLAS's float32 product, multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by the power of two that brings its largest
 // value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row
 // whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of
 // 8 there, and lo is -1.599609.
 //
-// Promotion. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
-// grow with K. So after every 32, 64 or 128 of K, the accumulators are added to float32 sums in other registers and
-// begin again at zero. The interval is longer for larger K, as the errors of SGEMM, cuBLAS's float32 product, grow with
-// K as well. (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then
-// its errors could be 1.2 times SGEMM's.)
+// Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
+// grow with K. So after every 32 of K the accumulators are added to float32 sums in other registers, and begin again at
+// zero; after every 64 from K = 1024 on, and after every 128 from 4096 on, since SGEMM's errors grow with K as well.
+// (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors
+// could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Doubt. Below 2^-14 fp16 counts in steps of 2^-24, so that hi or lo may be off by 2^-25.
-//   - For a scaled value of 2^-2 or more that is within the 2^-23 of it which is lost anyway. A smaller one, which is
-//     below 2^-16 of its row's largest, is called coarse.
-//   - A coarse value is multiplied by one below 2^15. So if two rows have c coarse values between them, these change
-//     the sum by less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24 of it
-//     that float32 may lose.
+//   - Of a scaled value of 2^-2 or more that is at most 2^-23, which is lost anyway. A smaller one, which is below
+//     2^-16 of its row's largest, is called coarse.
+//   - A coarse value is multiplied by one below 2^15. So if two rows have c coarse values between them, their errors
+//     change the sum by less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24
+//     of it that float32 may lose.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
 //     smaller than its two rows' doubts together is doubtful, and is computed again from the float32 values. That
 //     happens to fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
-//   - Rows whose largest finite value is 2^75 or more have infinite doubt, as a sum times the first of its two inverse
-//     scales might overflow. Rows without a finite value but 0 have a doubt of -infinity: their sums are not computed
-//     again.
+//   - Rows whose largest finite value is 2^75 or more have infinite doubt: from 2^88 on, a sum times the first of its
+//     two inverse scales, that of x's row, might overflow. Rows without a finite value but 0 have a doubt of -infinity:
+//     their sums are not computed again.
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
@@ -99,8 +103,8 @@ CUDA_SOURCE = r"""
 //     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
-// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (A smaller
-// doubt would do for its larger errors.)
+// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Its errors
+// are larger, so less doubt would do.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -309,8 +313,9 @@ template <bool MN_MAJOR> struct Copies {
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// A row of the stage is a row of A, a column of B or, MN-major, a row of B. MN-major, quarters 0 and 1 are hi of 16 of
-// the 32 rows each, quarters 2 and 3 are lo, and i / 2 is which line. The address of another quarter is `from` with the
+// A row of the stage is a row of A, a column of B or, MN-major, a row of B. MN-major, quarters 0 and 1 are hi of rows
+// 0..15 and 16..31, quarters 2 and 3 their lo, and to[i] has 16 columns: half i % 2 of line i / 2. The address of
+// another quarter is `from` with the
 // byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
 // needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
@@ -459,7 +464,7 @@ struct Linear {
                 v[i][j] = fmaf(v[i][j], unscale_w, bias_w);
             }
         }
-        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute it, and its owner
+        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute one, its owner
         // keeps it. (The loop over constant indices keeps v in registers.)
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
@@ -524,7 +529,7 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 //
 // Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin again after them.
 // So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of these sums,
-// and none is computed again.
+// and none is computed again: a coarse value is off by at most 2^-39 of the largest that shares its scale.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
@@ -601,11 +606,11 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 
 // The activation and its derivative. To use another, change both, finish_group_cpu in C++, and in Python
 // _finish_plainly and the lines for torch.jit.script in ModelNew.forward. The error of v must be small relative to v: a
-// group of small v is divided by its small spread. Where |h| is large the slope must be finite, as 0 times infinity is
-// NaN.
+// group of small v is divided by its small spread. Where |h| is large the slope must be its limit: beware of formulas
+// in which 0 is multiplied by infinity, or by a large h.
 //
-// As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, and 2^-17.97 of it at h = -87. Below
-// -87.34 sigmoid is flushed to 0.
+// As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
+// Below -87.34 sigmoid is flushed to 0.
 __device__ __forceinline__ float sigmoid(float h) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
@@ -636,7 +641,7 @@ template <int COUNT> __device__ __forceinline__ void center_group(
     }
     squares = reduce(squares, lanes, Sum()) * share;
     rest = reduce(rest, lanes, Sum()) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;  // it may be infinite, too, and then make NaN of scale, which is to be 0
+    if (isinf(squares)) rest = 0;  // an infinite rest would make scale NaN, and it is to be 0
     scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * scale;
 }
@@ -700,7 +705,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     epilogue(row, column, v);
 }
 // Where no epilogue does it, this kernel turns h into the output, for groups of 8, 16, 32, 64 or 128. `lanes`
-// neighbouring lanes hold a group. Each thread has the same pack, 16 bytes of columns, in kPackRows rows, so it loads
+// neighbouring lanes hold a group. A thread has one pack, 16 bytes of columns, in each of kPackRows rows, so it loads
 // their bias, gamma and beta once.
 constexpr int kPackRows = 4;  // loads of h that a thread has in flight
 template <typename T> __global__ void __launch_bounds__(256)
@@ -731,9 +736,10 @@ template <typename T> __global__ void __launch_bounds__(256)
     }
 }
 
-// The gradients. With z = (v - mean) * rstd, d = grad * gamma and s = sigmoid(h), of each group:
+// The gradients. `grad` is out's, z = (v - mean) * rstd, and d = grad * gamma. In each group the gradients of v and h
+// are
 //
-//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s))
+//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * activation_slope(h)
 //
 // The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad z and grad.
 
@@ -768,7 +774,7 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
 }
 // A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns. The block writes G to g,
 // and the four sums over its rows to partials[blockIdx.x][4][n].
-constexpr int kRowsOfSums = 128;  // so there is one partial sum for 32 values of G
+constexpr int kRowsOfSums = 128;  // so there is one partial sum, of the four, for 32 values of G
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
     int rows, int n, int lanes, float eps, T* __restrict__ g) {
@@ -1259,7 +1265,7 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: 
     """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and by_pieces and not torch.is_grad_enabled():  # enabled, gradients are to be differentiated in turn
+    if large and by_pieces and not torch.is_grad_enabled():  # if enabled, they are to be differentiated in turn
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 
@@ -1267,8 +1273,8 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: 
 def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether
     the epilogue takes groups of this size, and cuBLAS's fp16 product saves more time than the split takes. The
-    product saves time for each of its m n k multiplications, and the split takes time for each of (m + n) k values: on
-    an H200, by their rates, what 700 multiplications save. For the sake of other GPUs, 2048 are asked for."""
+    product saves time on m n k multiplications, and the split costs time on (m + n) k values. By an H200's rates 700
+    multiplications save what one value costs. For the sake of other GPUs, 2048 are asked for."""
     if not _allows_tf32():
         return x.device.index in _BY_PIECES
     m, n = x.shape[0], weight.shape[0]
@@ -1351,7 +1357,7 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
-    forward: x (B, in_features); returns (B, out_features). The errors of nn.Linear and nn.GroupNorm for other shapes.
+    forward: x (B, in_features); returns (B, out_features). Other shapes raise nn.Linear's or nn.GroupNorm's errors.
     """
 
     def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple):
@@ -1371,7 +1377,7 @@ class ModelNew(nn.Module):
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
         by_pieces = _is_large_layer(linear, x) and _pays(norm, x, linear.weight)
-        # Small layers that are not recorded are launched first, in the last line.
+        # Small layers that are not recorded are launched first, and checked later, in the last line.
         whole = by_pieces or torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda
         if whole and _fits(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias

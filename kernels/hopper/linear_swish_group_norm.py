@@ -1825,7 +1825,7 @@ def _fits(tensors: tuple, groups: int) -> bool:
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
-    forward: x (B, in_features); returns (B, out_features). The errors of nn.Linear and nn.GroupNorm for other shapes.
+    forward: x (B, in_features); returns (B, out_features). Other shapes raise nn.Linear's or nn.GroupNorm's errors.
     """
 
     def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple):
