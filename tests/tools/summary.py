@@ -7,17 +7,18 @@ the harness's: `instance_norm`, or `hopper/linear_swish_group_norm`.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from judge import show  # noqa: E402
+from judge import show
+from judge.source import discover
 
 MACHINES = {  # of results/, the first one that has a record is shown first
     "h100": "H100",
@@ -39,36 +40,20 @@ def pair_of(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def runs_of(path: Path) -> list[dict]:
-    """Those that were timed."""
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    return [run for run in runs if run["ms"]]
-
-
 def benchmark(name: str, machine: str) -> list[dict]:
-    """All runs of a file at its benchmark shapes; with TF32 allowed they have a record of their own."""
+    """All runs of a file that were timed; with TF32 allowed they have a record of their own. Those at other shapes are
+    in the folder `sweep`."""
     paths = [ROOT / "results" / machine / f"{name}{ending}.json" for ending in ("", "_tf32")]
-    return [run for path in paths for run in runs_of(path)]
-
-
-def sweep(name: str) -> list[dict]:
-    """All runs of a file at other shapes."""
-    return runs_of(ROOT / "results" / "sweep" / f"{name}.json")
-
-
-def names() -> Iterator[str]:
-    """The kernel files, those of a pair together, the portable one first."""
-    files = (path.relative_to(ROOT / "kernels").with_suffix("") for path in (ROOT / "kernels").rglob("*.py"))
-    yield from (name.as_posix() for name in sorted(files, key=lambda name: (name.name, len(name.parts))))
+    runs = [run for path in paths if path.exists() for run in json.loads(path.read_text())["runs"]]
+    return [run for run in runs if run["ms"]]
 
 
 def machines_of(name: str) -> list[str]:
     return [machine for machine in MACHINES if benchmark(name, machine)]
 
 
-FILES = [name for name in names() if machines_of(name)]  # what was measured
+FILES = [name for name in discover(ROOT) if machines_of(name)]  # what was measured, the portable file of a pair first
 PAIRS = list(dict.fromkeys(pair_of(name) for name in FILES))
-SWEPT = [name for name in names() if sweep(name)]
 
 
 def machine_of(name: str) -> str:
@@ -157,20 +142,15 @@ def full_table() -> str:
 def slower_table() -> str:
     """Where the sweeps' runs have a faster baseline: a row a file and baseline."""
     rows = []
-    for name in SWEPT:
-        runs = sweep(name)
-        for baseline in ("eager", "compile"):
-            timed = [run for run in runs if baseline in run["speedup"]]
-            if not timed:
-                continue
-            slower = [run for run in timed if run["speedup"][baseline] < 0.995]
-            factors = [run["speedup"][baseline] for run in timed]
-            span = f"{min(factors):.2f}x to {max(factors):.3g}x"
-            slowest = sorted(slower, key=lambda run: run["speedup"][baseline])[:3]
-            said = []
-            for run in slowest:
-                shape = " and ".join(" x ".join(map(str, shape)) for shape in run["shapes"])
-                said.append(f"{shape} {run['dtype']} {DIRECTIONS[run['direction']]}: {times(run, baseline)}")
+    for name, baseline in itertools.product(discover(ROOT), ("eager", "compile")):
+        timed = [run for run in benchmark(name, "sweep") if baseline in run["speedup"]]
+        timed.sort(key=lambda run: run["speedup"][baseline])
+        slower, said = [run for run in timed if run["speedup"][baseline] < 0.995], []
+        for run in slower[:3]:
+            shape = " and ".join(" x ".join(map(str, shape)) for shape in run["shapes"])
+            said.append(f"{shape} {run['dtype']} {DIRECTIONS[run['direction']]}: {times(run, baseline)}")
+        if timed:
+            span = f"{times(timed[0], baseline)} to {timed[-1]['speedup'][baseline]:.3g}x"
             rows.append([f"`{name}`", baseline, f"{len(slower)} of {len(timed)}", span, "; ".join(said) or "-"])
     return markdown(["file", "baseline", "rows where it is faster", "ModelNew is", "the three slowest rows"], rows)
 
@@ -187,7 +167,7 @@ def tables() -> dict[str, dict]:
     return {
         "README.md": {"results": front_table, "sample": sample},
         "kernels/README.md": {pair: lambda pair=pair: ladder_table(pair) for pair in PAIRS},
-        "results/README.md": {"all rows": full_table} | ({"slower": slower_table} if SWEPT else {}),
+        "results/README.md": {"all rows": full_table, "slower": slower_table},
     }
 
 
