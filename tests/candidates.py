@@ -3,7 +3,7 @@
 `candidates.txt` has the body of each. `source(name)` gives a candidate's whole file, `model_of(name)` the Model it
 stands in for. `python tests/tools/attack.py --write FOLDER` writes them out, and judges them without it.
 
-    === NAME (what is particular, comma separated): words of the reason, where it must be rejected
+    === NAME (what is particular): words of the reason, where it must be rejected
     === NAME: no drop-in: words of the reason, where it is right all the same
     What it does.
         the lines of its forward
@@ -11,11 +11,14 @@ stands in for. `python tests/tools/attack.py --write FOLDER` writes them out, an
     backward:               of an autograd.Function, `Function`, that gives its input
     model: inputs: layers:  another Model: its answer, inputs, layers; `own layers:`, `forward:` the candidate's
     file:                   the whole file
+
+Particular may be, with commas: gpu, that it needs one; by clock, that its time is what gives it away: it is judged
+alone; `timeout SECONDS`; a dtype; the first direction in which it is wrong. An honest one is judged in all.
 """
 
 import re
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 HEAD = """
@@ -86,30 +89,25 @@ return self.group_norm(h)
 @dataclass
 class Candidate:
     what: str
-    rejected: str | None = None  # words of the reason; None for one that must be accepted
-    no_dropin: str | None = None  # right, and words of the reason why it is no drop-in
-    shows: str = "forward"  # the first direction in which it is wrong; an honest one is judged in all
-    needs_gpu: bool = False
-    by_clock: bool = False  # its time is what gives it away: judged alone
-    timeout: float = 60.0
-    parts: dict[str, str] = field(default_factory=dict)
+    rejected: str | None  # words of the reason; None for one that must be accepted
+    no_dropin: str | None  # right, and words of the reason why it is no drop-in
+    particular: list[str]
+    parts: dict[str, str]
 
 
 def parsed(text: str) -> dict[str, Candidate]:
     found = {}
     for section in text.split("=== ")[1:]:
         head, what, *lines = section.rstrip().splitlines()
-        name, flags, rejected = re.fullmatch(r"(\w+)(?: \((.*?)\))?(?:: (.*))?", head).groups()
-        flags, label, parts = (flags or "").split(", "), "forward", {}
+        name, particular, why = re.fullmatch(r"(\w+)(?: \((.*?)\))?(?:: (.*))?", head).groups()
+        label, parts = "forward", {}
         for line in lines:
             if line and not line.startswith(" "):
                 label, _, line = line.partition(":")
             parts[label] = parts.get(label, "") + line.removeprefix("    ").removeprefix(" " * (line[:1] != " ")) + "\n"
-        shows = next((flag for flag in flags if flag.startswith("forward")), "forward")
-        timeout = next((float(flag.removeprefix("timeout ")) for flag in flags if flag.startswith("timeout")), 60.0)
-        why = (rejected or "").removeprefix("no drop-in: ")
-        rejected, no_dropin = (None, why) if why != (rejected or "") else (rejected, None)
-        found[name] = Candidate(what, rejected, no_dropin, shows, "gpu" in flags, "by clock" in flags, timeout, parts)
+        _, is_right, words = (why or "").partition("no drop-in: ")
+        reasons = (None, words) if is_right else (why, None)
+        found[name] = Candidate(what, *reasons, (particular or "").split(", "), parts)
     return found
 
 

@@ -18,13 +18,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from candidates import CANDIDATES, model_of, names, source  # noqa: E402
+from candidates import CANDIDATES, model_of, names, source
 
-from harness import Judge, Options  # noqa: E402
-from judge import bench  # noqa: E402
-from judge.record import Result  # noqa: E402
-from judge.roofline import Ceilings  # noqa: E402
-from judge.source import DIRECTIONS, DTYPES, Pair  # noqa: E402
+from harness import Judge, Options
+from judge import bench
+from judge.record import Result
+from judge.roofline import Ceilings
+from judge.source import DIRECTIONS, DTYPES, Pair
 
 # In a hurry: this is about the judgement, not the figures. On a CPU the flushes would take a quarter of the time.
 bench.MIN_ROUNDS, bench.MOST_CALLS, bench.CPU_FLUSHES = 10, 4, 0
@@ -64,11 +64,14 @@ class Judges:
             judge.close()
 
 
-def directions_of(name: str) -> tuple[str, ...]:
+def how_judged(name: str) -> dict:
     """What is wrong with a gradient shows in a later direction only."""
-    candidate = CANDIDATES[name]
-    judged_in_part = candidate.rejected or candidate.no_dropin
-    return DIRECTIONS[: DIRECTIONS.index(candidate.shows) + 1] if judged_in_part else DIRECTIONS
+    candidate, particular = CANDIDATES[name], CANDIDATES[name].particular
+    last = 0 if candidate.rejected or candidate.no_dropin else len(DIRECTIONS) - 1
+    last = next((i for i, direction in enumerate(DIRECTIONS) if direction in particular), last)
+    dtype = next((dtype for dtype in DTYPES if dtype in particular), "float32")
+    timeout = next((float(words[8:]) for words in particular if words.startswith("timeout ")), HURRY.timeout)
+    return {"directions": DIRECTIONS[: last + 1], "dtype": (dtype,), "timeout": timeout}
 
 
 def is_as_expected(name: str, runs: list[Result]) -> bool:
@@ -95,22 +98,21 @@ def main() -> int:
         for name in chosen:
             write(options.write, name)
         return 0
-    chosen = [name for name in chosen if options.device == "cuda" or not CANDIDATES[name].needs_gpu]
+    chosen = [name for name in chosen if options.device == "cuda" or "gpu" not in CANDIDATES[name].particular]
     failures = 0
     if options.processes > 1:
         command = [sys.executable, __file__, "--repeats", str(options.repeats), "--device", options.device]
-        shared = [name for name in chosen if not CANDIDATES[name].by_clock]
+        shared = [name for name in chosen if "by clock" not in CANDIDATES[name].particular]
         shares = [shared[i :: options.processes] for i in range(options.processes)]
         started = [subprocess.Popen([*command, *share]) for share in shares if share]
         failures = sum(process.wait() != 0 for process in started)
-        chosen = [name for name in chosen if CANDIDATES[name].by_clock]
+        chosen = [name for name in chosen if "by clock" in CANDIDATES[name].particular]
     judges = Judges()
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
             failed, said = [], ""
             for seed in range(options.repeats):
-                asked = {"directions": directions_of(name), "device": options.device, "seed": seed}
-                runs = judges(write(Path(folder), name), timeout=CANDIDATES[name].timeout, **asked)
+                runs = judges(write(Path(folder), name), device=options.device, seed=seed, **how_judged(name))
                 said = "; ".join(
                     [reason for run in runs for reason in run.reasons + run.no_dropin] or runs[-1].notes or ["accepted"]
                 )
