@@ -12,9 +12,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from contend import DEVICE, ROOT, Contest, Problem, bench
 

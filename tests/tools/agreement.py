@@ -12,17 +12,13 @@ import statistics
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
+from contend import ROOT, Contest, Problem
 from triton.runtime import driver
 from triton.testing import do_bench
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from contend import ROOT, Contest, Problem
-
-from judge.source import discover, load, make, set_precision
+from judge.source import discover, load, set_precision
 
 TURNS, SECONDS, REST = 3, 0.25, 0.2
 RESTED, BUSY = {"warmup": 1, "rep": 10}, {"warmup": 50, "rep": 150}  # milliseconds
@@ -34,7 +30,7 @@ def compare(name: str, constants: dict) -> bool:
     problem = Problem(pair.model_path, constants)
     contest = Contest(problem, problem.batch)
     inputs = problem.inputs(problem.batch, "cuda", torch.float32, 0)
-    new = make(load(pair.new_path).ModelNew, problem.arguments(0), 0).to("cuda")
+    new = problem.make(load(pair.new_path).ModelNew, 0).to("cuda")
     calls, figures = {"new": partial(new, *inputs), "eager": partial(contest.case.model, *inputs)}, {}
     with contest.contenders({"new": pair.new_path, "eager": None}):
         for _ in range(TURNS):

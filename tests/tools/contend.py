@@ -12,9 +12,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from judge import bench, check  # noqa: E402
-from judge.source import DTYPES, Problem  # noqa: E402
-from judge.worker import Worker  # noqa: E402
+from judge import bench, check
+from judge.source import DTYPES, Problem
+from judge.worker import Worker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -44,26 +44,20 @@ class Contest:
         return bench.measure(self.case, self.direction, seconds)
 
 
-def calls_of(module: torch.nn.Module, inputs: list) -> dict[str, Callable[[], None]]:
+def calls_of(module: torch.nn.Module, inputs: list) -> dict[str, Callable]:
     """A call without gradients, one that records for a backward, and one with it. x's gradient is wanted, too."""
     recorded = [x.clone().requires_grad_() for x in inputs]
     with torch.no_grad():
         grad = torch.randn_like(module(*inputs))
 
-    @torch.no_grad()
-    def forward() -> None:
-        module(*inputs)
-
-    def recording() -> None:
-        module(*recorded)
-
-    def forward_backward() -> None:
-        torch.autograd.grad(module(*recorded), [*recorded, *module.parameters()], grad)
-
-    return {"forward": forward, "forward_recorded": recording, "forward_backward": forward_backward}
+    return {
+        "forward": torch.no_grad()(lambda: module(*inputs)),
+        "forward_recorded": lambda: module(*recorded),
+        "forward_backward": lambda: torch.autograd.grad(module(*recorded), [*recorded, *module.parameters()], grad),
+    }
 
 
-def milliseconds(call: Callable[[], None], busy: int, flush: torch.Tensor | None = None) -> float:
+def milliseconds(call: Callable, busy: int, flush: torch.Tensor | None = None) -> float:
     """Of one call, behind a write of `flush`. On a GPU by events; before them it works for so many clock cycles, so
     that the call can be launched meanwhile and its own time is what is left."""
     if flush is not None:

@@ -20,12 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from contend import ROOT, Problem, calls_of, milliseconds
 
-from judge.source import discover, load, make, set_precision
+from judge.source import discover, load, set_precision
 
 ROWS, CALLS = 20, 50
 BUSY = 4_000_000  # clock cycles, some 2 ms: longer than the host takes for a call
@@ -52,9 +49,8 @@ def measure(model_path: Path, files: dict[str, Path]) -> None:
     classes = {"eager": None, **{name: load(path).ModelNew for name, path in files.items()}}
 
     def calls(problem: Problem, name: str) -> dict[str, Callable]:
-        inputs = problem.inputs(problem.batch, "cuda", torch.float32, 0)
-        module = problem.model(0) if classes[name] is None else make(classes[name], problem.arguments(0), 0)
-        return calls_of(module.cuda(), inputs)
+        module = problem.make(classes[name] or problem.module.Model, 0)
+        return calls_of(module.cuda(), problem.inputs(problem.batch, "cuda", torch.float32, 0))
 
     print(f"{model_path.stem}: host, us a call at {small.constants}")
     for name in classes:
@@ -73,10 +69,8 @@ def measure(model_path: Path, files: dict[str, Path]) -> None:
 def main(argv: list[str]) -> None:
     pairs = discover(ROOT)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a file, such as hopper/linear_swish_group_norm")
+    parser.add_argument("names", nargs="*", choices=pairs, metavar="NAME", help="as hopper/linear_swish_group_norm")
     chosen = parser.parse_args(argv).names or list(pairs)
-    if unknown := [name for name in chosen if name not in pairs]:
-        parser.error(f"no such file: {', '.join(unknown)}")
     set_precision("highest")
     for model_path in dict.fromkeys(pairs[name].model_path for name in chosen):
         measure(model_path, {name: pairs[name].new_path for name in chosen if pairs[name].model_path == model_path})

@@ -14,12 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from contend import DEVICE, ROOT, Contest, Problem, bench
 
-from judge.source import DIRECTIONS, discover, load, make
+from judge.source import DIRECTIONS, discover, load
 
 SAMPLES = 8  # of those whose error is asked for
 
@@ -28,7 +25,7 @@ SAMPLES = 8  # of those whose error is asked for
 def largest_error(path: Path, problem: Problem) -> float:
     inputs = problem.inputs(min(problem.batch, SAMPLES), DEVICE, torch.float32, 0)
     exact = problem.model(0).to(DEVICE).double()(*[x.double() for x in inputs])
-    return (make(load(path).ModelNew, problem.arguments(0), 0).to(DEVICE)(*inputs).double() - exact).abs().max().item()
+    return (problem.make(load(path).ModelNew, 0).to(DEVICE)(*inputs).double() - exact).abs().max().item()
 
 
 def compare(problem: Problem, files: list[Path], seconds: float, direction: str) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from kernels.hopper import linear_instance_norm_residual, linear_swish_group_norm  # noqa: E402
+from kernels.hopper import linear_instance_norm_residual, linear_swish_group_norm
 
 RUNS = 20
 

@@ -17,14 +17,11 @@ import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from contend import DEVICE, ROOT, Problem, calls_of, milliseconds
 
 from judge.record import environment
 from judge.roofline import Ceilings
-from judge.source import DTYPES, code_sha256, discover, load, make, set_precision
+from judge.source import DTYPES, code_sha256, discover, load, set_precision
 
 SECONDS = 0.1  # of timing, of each contender in each direction, if that gives LEAST rounds or more
 LEAST, MOST = 10, 60  # rounds
@@ -37,10 +34,10 @@ def rows_of(name: str, constants: dict, dtype: str, batch: int, compiled: bool, 
     problem = Problem(pair.model_path, constants)
     inputs = problem.inputs(batch, DEVICE, DTYPES[dtype], 0)
     classes = {"new": load(pair.new_path).ModelNew, "eager": problem.module.Model}
-    modules = {of: make(cls, problem.arguments(0), 0).to(DEVICE, DTYPES[dtype]) for of, cls in classes.items()}
+    modules = {of: problem.make(cls, 0).to(DEVICE, DTYPES[dtype]) for of, cls in classes.items()}
     if compiled:
         torch._dynamo.reset()
-        modules["compile"] = torch.compile(make(classes["eager"], problem.arguments(0), 0).to(inputs[0]), dynamic=False)
+        modules["compile"] = torch.compile(problem.model(0).to(inputs[0]), dynamic=False)
     calls = {of: calls_of(module, inputs) for of, module in modules.items()}
     rows = []
     for direction in ("forward", "forward_backward"):
