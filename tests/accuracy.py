@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from cases import Case, build, converted, in_float64
+from cases import LAYOUTS, Case, build, converted, in_float64
 
 
 class Inaccurate(AssertionError):
@@ -23,11 +23,6 @@ def worst_error(out: torch.Tensor, right: torch.Tensor) -> float:
     """The largest absolute error among the elements whose right value is finite; a NaN there is an error of NaN."""
     error = (out.double() - right).abs()[right.isfinite()]
     return error.max().item() if error.numel() else 0.0
-
-
-def largest(right: torch.Tensor) -> float:
-    finite = right[right.isfinite()].abs()
-    return finite.max().item() if finite.numel() else 0.0
 
 
 def allowed_error(eager_error: float, scale: float, dtype: torch.dtype, roundings: int = 1) -> float:
@@ -81,6 +76,23 @@ def poisoned(which: int, value: float, *positions: float) -> Callable:
     return change
 
 
+def in_both(change: Callable) -> Callable:
+    """For `draws`: this is done to either module, in place."""
+
+    @torch.no_grad()
+    def change_both(model, new, inputs):
+        for module in (model, new):
+            change(module)
+        return inputs
+
+    return change_both
+
+
+def laid(layout: str) -> Callable:
+    """For `draws`: the inputs lie so in memory."""
+    return lambda model, new, inputs: [LAYOUTS[layout](t) for t in inputs]
+
+
 def moved_in_the_last_bit(module: torch.nn.Module, inputs: list) -> tuple[torch.nn.Module, list]:
     """A copy of both with every value an ulp larger or smaller, at random; also those that a layer inside is given."""
 
@@ -125,13 +137,12 @@ def assert_as_accurate_as_eager(
     the square root of the number of values: eager itself, our measure, adds float64 numbers one by one, and the
     roundings of n sums drift that far.
     """
-    ours, eagers, scales, dtypes = defaultdict(list), defaultdict(list), defaultdict(list), {}
+    figures = defaultdict(list)  # of each name, and the dtype of what has it
 
     def too_large() -> list[str]:
         found = []
-        for name, dtype in dtypes.items():
-            worst = (torch.tensor(v[name], dtype=torch.float64) for v in (ours, eagers, scales))
-            error, eager_error, scale = (t.max().item() for t in worst)  # which keeps NaN
+        for (name, dtype), rows in figures.items():
+            error, eager_error, scale = torch.tensor(rows, dtype=torch.float64).amax(0).tolist()  # which keeps NaN
             allowed = allowed_error(eager_error, scale, dtype, roundings)
             if not error <= allowed:
                 found.append(f"{name} in {dtype}: error {error:.3g}, eager's {eager_error:.3g}, allowed {allowed:.3g}")
@@ -159,17 +170,14 @@ def assert_as_accurate_as_eager(
                 decided = eager[name].isfinite() & (2 * right[name]).to(out.dtype).isfinite()
                 right[name] = right[name].masked_fill(~decided, torch.nan)
                 error, eager_error = worst_error(out, right[name]), worst_error(eager[name], right[name])
-                scale = largest(right[name])
+                scale = worst_error(torch.zeros_like(out), right[name])
                 if is_double(got):
                     eager_error *= size**0.5
                 elif not error <= allowed_error(eager_error, scale, out.dtype, roundings):
                     # float64 rounds too: a bias of 1e-39, added to values of 1, is lost there as well.
                     moved = run(*moved_in_the_last_bit(in_float64(model), converted(inputs, dtype=torch.float64)))
                     eager_error += worst_error(moved[name].to(out.device), right[name])
-                ours[name].append(error)
-                eagers[name].append(eager_error)
-                scales[name].append(scale)
-                dtypes[name] = out.dtype
+                figures[name, out.dtype].append((error, eager_error, scale))
         if (taken >= 6 or size > 5000) and not too_large():
             return
     if too_large():

@@ -8,9 +8,8 @@ in NEW: what it promises is tested by test_any_pair.py, and nothing here has to 
 
 import copy
 import functools
-import importlib.util
+import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +17,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from judge.source import discover, load
 
 ROOT = Path(__file__).resolve().parent.parent
-_FILES = [path for path in (ROOT / "kernels").rglob("*.py") if (ROOT / "models" / path.name).exists()]
-_NAMES = sorted(path.relative_to(ROOT / "kernels").with_suffix("").as_posix() for path in _FILES)
+PAIRS = discover(ROOT)
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
@@ -128,10 +129,10 @@ KNOWN = {
 }
 
 
-PORTABLE = [name for name in _NAMES if name in KNOWN]
-STEMS = PORTABLE + [name for name in _NAMES if name not in PORTABLE and problem_of(name) in KNOWN]
+PORTABLE = [name for name in PAIRS if name in KNOWN]
+STEMS = PORTABLE + [name for name in PAIRS if name not in PORTABLE and problem_of(name) in KNOWN]
 COMPILED = STEMS if ON_HOPPER else PORTABLE  # those whose operators are there
-NEW = [name for name in _NAMES if name not in STEMS]
+NEW = [name for name in PAIRS if name not in STEMS]
 
 
 def cases_of(stem: str) -> list[Case]:
@@ -154,6 +155,7 @@ FIRST = [next(case for case in CASES if case.stem == stem) for stem in STEMS]  #
 first_cases = pytest.mark.parametrize("case", FIRST, ids=str)
 compiled_cases = pytest.mark.parametrize("case", [case for case in FIRST if case.stem in COMPILED], ids=str)
 gpu = pytest.mark.gpu
+QUICKEST = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])  # to build
 
 
 # ---- how a tensor can lie in memory; each keeps the shape and dtype
@@ -194,49 +196,52 @@ def each(
     float32 alone. A case of more values than `most_on_cpu` is not taken there.
     """
     rows, devices = [], ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    for device in devices:
-        for case in cases:
-            for dtype in dtypes:
-                if dtype is not torch.float32 and device == "cpu" and not case.layouts:
-                    continue
-                if device == "cpu" and case.values > most_on_cpu:
-                    continue
-                for layout in layouts or [None]:
-                    if layout is None or fits(case, layout):
-                        name = " ".join(filter(None, [str(case), in_dtype(dtype), layout, f"on {device}"]))
-                        row = [case, dtype, *([layout] if layouts else []), torch.device(device)]
-                        rows.append(pytest.param(*row, id=name))
+    for device, case, dtype, layout in itertools.product(devices, cases, dtypes, layouts or [None]):
+        plain_alike = dtype is not torch.float32 and not case.layouts
+        if device == "cpu" and (plain_alike or case.values > most_on_cpu) or layout and not fits(case, layout):
+            continue
+        name = " ".join(filter(None, [str(case), in_dtype(dtype), layout, f"on {device}"]))
+        row = [case, dtype, *([layout] if layouts else []), torch.device(device)]
+        rows.append(pytest.param(*row, id=name))
     return pytest.mark.parametrize(["case", "dtype", *["layout"] * bool(layouts), "device"], rows)
 
 
 # ---- modules
 
 
+class Recorder(TorchDispatchMode):
+    """Notes the calls of a file's own operators."""
+
+    def __init__(self, stem: str):
+        super().__init__()
+        self.namespace, self.calls = solution(stem).NAMESPACE, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == self.namespace:
+            self.calls.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
 @functools.cache
-def _load(path: Path, name: str) -> ModuleType | Exception:
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+def loaded(path: Path) -> ModuleType | Exception:
     try:
-        spec.loader.exec_module(module)
+        return load(path)
     except Exception as error:  # kept, or hundreds of tests would each build again what does not build
         return error
-    return module
 
 
-def load(path: Path, name: str) -> ModuleType:
-    """The file as a module of that name: `kernels` and `models` may be installed packages of somebody else's."""
-    module = _load(path, name)
-    if isinstance(module, Exception):
-        raise module
-    return module
+def module_of(path: Path) -> ModuleType:
+    if isinstance(found := loaded(path), Exception):
+        raise found
+    return found
 
 
 def problem(stem: str) -> ModuleType:
-    return load(ROOT / "models" / f"{problem_of(stem)}.py", f"models_{problem_of(stem)}")
+    return module_of(PAIRS[stem].model_path)
 
 
 def solution(stem: str) -> ModuleType:
-    return load(ROOT / "kernels" / f"{stem}.py", f"kernels_{stem.replace('/', '_')}")
+    return module_of(PAIRS[stem].new_path)
 
 
 def _has_parameters(case: Case) -> bool:

@@ -4,13 +4,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from cases import ROOT
+from cases import PAIRS
 
 NO_DEFINITION = ("namespace", "using", "extern", "TORCH_LIBRARY", "static_assert")
 
 
 def source(stem: str) -> str:
-    return (ROOT / "kernels" / f"{stem}.py").read_text()
+    return PAIRS[stem].new_path.read_text()
 
 
 def strings(stem: str) -> dict[str, str]:

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FIRST, KNOWN, PORTABLE, ROOT, STEMS, solution
+from cases import KNOWN, PORTABLE, QUICKEST, ROOT, STEMS, solution
 from processes import compiler, finish, run_python, save_case, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 # All files build by the same function, which test_copying holds equal. This one is the quickest to build.
-CASE = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])
-FILE = ROOT / "kernels" / f"{CASE.stem}.py"
+FILE = ROOT / "kernels" / f"{QUICKEST.stem}.py"
 
 IMPORT = 'load(sys.argv[1], "fresh")'
 IMPORT_AND_CHECK = 'check(load(sys.argv[1], "fresh").ModelNew, sys.argv[2])'
@@ -28,7 +27,7 @@ IMPORT_AND_CHECK = 'check(load(sys.argv[1], "fresh").ModelNew, sys.argv[2])'
 @pytest.fixture
 def saved(tmp_path):
     """An input of FILE's Model and what the Model makes of it."""
-    return save_case(CASE, tmp_path / "case.pt", "cuda" if torch.cuda.is_available() else "cpu")
+    return save_case(QUICKEST, tmp_path / "case.pt", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def find_nvcc() -> str | None:
@@ -168,7 +167,7 @@ exec {compiler} "$@"
 
 
 def slow_compiler(folder: Path, program: str) -> Path:
-    solution(CASE.stem)
+    solution(QUICKEST.stem)
     cache = os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions"))
     return compiler(folder, COMPILER.format(compiler=program, cache=cache))
 

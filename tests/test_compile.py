@@ -14,7 +14,7 @@ from cases import (
     LAYOUTS,
     PORTABLE,
     ROOT,
-    Case,
+    Recorder,
     build,
     compiled_cases,
     converted,
@@ -23,12 +23,11 @@ from cases import (
     for_each_file,
     gpu,
     problem_of,
-    solution,
 )
 from processes import run_python
+from test_linear_products import groups, rows
 from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 SINGLE = [torch.float32]
@@ -109,10 +108,10 @@ def test_compiled_output_has_eagers_strides(case, dtype, layout, device):
     close(out, expected)
 
 
-def batch_dimensions(case) -> list[list[int]]:
-    """Of each input, the dimensions that grow with the batch."""
-    pairs = zip(case.inputs(2), case.inputs(3), strict=True)
-    return [[d for d in range(a.dim()) if a.shape[d] != b.shape[d]] for a, b in pairs]
+def batch_dimensions(case, most: int = 1024) -> tuple[dict, ...]:
+    """For torch.export: of each input, the dimensions that grow with the batch."""
+    batch, pairs = torch.export.Dim("batch", min=2, max=most), zip(case.inputs(2), case.inputs(3), strict=True)
+    return tuple({d: batch for d in range(a.dim()) if a.shape[d] != b.shape[d]} for a, b in pairs)
 
 
 @compiled_cases
@@ -127,7 +126,7 @@ def test_another_batch_size_needs_no_other_compilation(case, recorded, marked, d
         inputs = [t.requires_grad_(recorded) for t in converted(case.inputs(batch), device)]
         for t, dimensions in zip(inputs, batch_dimensions(case), strict=True):
             if marked:
-                torch._dynamo.mark_dynamic(t, dimensions)
+                torch._dynamo.mark_dynamic(t, [*dimensions])
         with torch.set_grad_enabled(recorded):
             out = module(*inputs)
         close(out.detach(), new(*inputs).detach())
@@ -150,10 +149,8 @@ def test_an_exported_program_goes_through_a_file(case, strict, recorded, device,
     """Whoever exports a program mostly has gradients on. Without them the program holds our operator, where there is
     one: kernels/hopper has none for a CPU, nor for products as small as these."""
     _, new, inputs = build(case, device)
-    batch = torch.export.Dim("batch", min=2, max=1024)
-    shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
     with torch.set_grad_enabled(recorded):
-        program = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict)
+        program = torch.export.export(new, tuple(inputs), dynamic_shapes=batch_dimensions(case), strict=strict)
     taken = case.stem in PORTABLE or case.stem in COMPILED and device.type == "cuda" and "linear" not in case.stem
     if taken and not recorded:
         ours = problem_of(case.stem), f"hopper_{problem_of(case.stem)}"
@@ -223,23 +220,7 @@ def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_pat
 # ---- the operators by themselves
 
 
-class Recorder(TorchDispatchMode):
-    """Notes the calls of the operators in one namespace."""
-
-    def __init__(self, namespace: str):
-        super().__init__()
-        self.namespace, self.calls = namespace, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == self.namespace:
-            self.calls.append((function, args, kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-
-LARGE = [  # the smallest products that kernels/hopper takes
-    Case("linear_instance_norm_residual", "2^30 products", (1024, 1024), ((1024, 1024), (1024, 1024))),
-    Case("linear_swish_group_norm", "2^30 products", (1024, 1024, 16, (1024,)), ((1024, 1024),)),
-]
+LARGE = [rows(1024, 1024, 1024), groups(1024, 1024, 1024)]  # the smallest products that kernels/hopper takes
 
 
 @gpu
@@ -249,8 +230,7 @@ LARGE = [  # the smallest products that kernels/hopper takes
 def test_exported_with_any_batch(case, strict):
     """Where the operator takes some batches only, no batch is refused."""
     _, new, inputs = build(case, "cuda")
-    batch = torch.export.Dim("batch", min=2, max=4096)
-    shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
+    shapes = batch_dimensions(case, most=4096)
     exported = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict).module()
     for size in (2, 2048):
         inputs = converted(case.inputs(size), torch.device("cuda"))
@@ -262,7 +242,7 @@ def recorded_calls(stem: str, device) -> list[tuple]:
     cases = [case for case in CASES if case.stem == stem and case.values < 2e4]
     if stem not in PORTABLE:
         cases += [replace(case, stem=stem) for case in LARGE if case.stem == problem_of(stem)]
-    with Recorder(solution(stem).NAMESPACE) as recorder:
+    with Recorder(stem) as recorder:
         for case in cases:
             for layout in ("contiguous", "transposed", "channels_last"):
                 _, new, inputs = build(case, device)
@@ -279,17 +259,14 @@ def test_operators_satisfy_opcheck(stem, device):
     for function, args, kwargs in recorded_calls(stem, device):
         args = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)
         form = tree_map_only(torch.Tensor, lambda t: (t.shape, t.stride()), args)
-        seen.setdefault(function, {})[str(form)] = (args, kwargs)
+        size = max(t.numel() for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        seen.setdefault(function, {})[str(form)] = (size, args, kwargs)
     assert seen, "the kernels were not called"
     for function, calls in seen.items():
-
-        def size(call):
-            return max(t.numel() for t in tree_leaves(call[0]) if isinstance(t, torch.Tensor))
-
-        smallest = sorted(calls.values(), key=size)[:8]
-        for args, kwargs in smallest:
+        smallest = sorted(calls.values(), key=lambda call: call[0])[:8]
+        for _, args, kwargs in smallest:
             library.opcheck(function, args, kwargs)
-        args, kwargs = smallest[-1]  # whoever differentiates the bare operator is told that he cannot
+        _, args, kwargs = smallest[-1]  # whoever differentiates the bare operator is told that he cannot
         leaves = tree_map_only(torch.Tensor, lambda t: t.requires_grad_(t.is_floating_point()), args)
         with pytest.raises(RuntimeError, match="not implemented"):
             sum(t.sum() for t in tree_leaves(function(*leaves, **kwargs))).backward()

@@ -1,10 +1,11 @@
 """conv_sigmoid_group_norm on a GPU, in both directions: every way through its kernels."""
 
+import functools
 import itertools
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, forward, poisoned, same_kinds
+from accuracy import assert_as_accurate_as_eager, draws, forward, in_both, poisoned, same_kinds
 from cases import COMPILED, STEMS, Case, build, for_each_file, gpu, in_float64
 from test_gradients import ROUNDINGS, both_ways, gradients
 
@@ -100,20 +101,7 @@ def a_few_beyond_half_precision(model, new, inputs):
 
 def channels_of_almost_one_value(scale):
     """Sigmoids close to 1, which differ in their last bits: the norm magnifies what the statistics get wrong."""
-
-    def change(model, new, inputs):
-        for module in (model, new):
-            module.bias.data.fill_(9.0)
-            module.scale.data.fill_(scale)
-        return inputs
-
-    return change
-
-
-def one_huge_scale(model, new, inputs):
-    for module in (model, new):
-        module.bias.data[5], module.scale.data[5] = 9.0, 3e38  # sigmoids of 1
-    return inputs
+    return in_both(lambda module: (module.bias.fill_(9.0), module.scale.fill_(scale)))
 
 
 def first_column_of(size):
@@ -125,7 +113,7 @@ HARD = {
     **{f"weights of {magnitude:g}": weights_of(magnitude) for magnitude in (1e-30, 1e-6, 1e3, 1e20)},
     "a few inputs beyond half precision": a_few_beyond_half_precision,
     "channels of almost one value": channels_of_almost_one_value(1.0),
-    "one huge scale": one_huge_scale,
+    "one huge scale": in_both(lambda module: (module.bias[5].fill_(9.0), module.scale[5].fill_(3e38))),  # sigmoids of 1
     **{f"a first column of {size:g}": first_column_of(size) for size in (100.0, 1e6)},
 }
 
@@ -145,9 +133,7 @@ def test_groups_of_one_value_give_beta_in_16_bits(dtype):
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1e-3, 1e3])
 def test_gradients_of_any_magnitude(magnitude):
-    def scaled(module, inputs):
-        return gradients(module, inputs, lambda grad: grad * magnitude)
-
+    scaled = functools.partial(gradients, lay=lambda grad: grad * magnitude)
     assert_as_accurate_as_eager(scaled, draws(FEW, "cuda", torch.float32))
 
 

@@ -1,11 +1,12 @@
 """The direct convolution of conv_sigmoid_group_norm on a CPU, at its edges, and 16 bits there."""
 
+import itertools
 import os
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, forward, poisoned
-from cases import PORTABLE, Case, build, solution
+from accuracy import assert_as_accurate_as_eager, draws, forward, in_both, poisoned
+from cases import DTYPES, PORTABLE, Case, build, solution
 from processes import QUICKLY, compiler, finish, start_python
 from sources import source
 from test_convolution import STEM, case, channels_of_almost_one_value
@@ -36,28 +37,31 @@ SHAPES = [
     case("more input channels than are taken", 2, 33, 12, 14, 1, 2, 4),
 ]
 WHOLE, ODD = SHAPES[:2]
-shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
 
 
-@shapes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+WHOLE_OPERAND = (8, 1, 1)
+OPERANDS = [
+    Case(STEM, f"operands of {bias} and {scale}", (3, 8, 3, 4, bias, scale), ((2, 3, 20, 26),))
+    for shape in ((), (1,), (24,), (18, 24), (8, 18, 24), (2, 8, 1, 1), (1, 8, 1, 1))
+    for bias, scale in ((shape, WHOLE_OPERAND), (WHOLE_OPERAND, shape), (shape, shape))
+]
+ACCURATE = [*itertools.product(SHAPES, DTYPES[1:]), *((case, torch.float32) for case in OPERANDS)]
+
+
+@pytest.mark.parametrize(("case", "dtype"), ACCURATE, ids=str)
 def test_is_as_accurate_as_eager(case, dtype):
     assert_as_accurate_as_eager(forward, draws(case, "cpu", dtype))
 
 
-def scaled(model, new, inputs):
-    """Most sigmoids 0 or 1."""
-    for module in (model, new):
-        module.scale.data.mul_(300)
-    return inputs
-
-
 HARD = {
-    "saturated sigmoids": scaled,
+    "saturated sigmoids": in_both(lambda module: module.scale.mul_(300)),  # most of them 0 or 1
     "channels of almost one value": channels_of_almost_one_value(1.0),
     "huge inputs": lambda model, new, inputs: [inputs[0] * 1e30],
     "tiny inputs": lambda model, new, inputs: [inputs[0] * 1e-30],
 }
+NAMES = "x, bias, scale, W, its bias, gamma, beta".split(", ")
+for value, (which, name) in itertools.product((torch.inf, -torch.inf, torch.nan), enumerate(NAMES)):
+    HARD[f"{value} in {name}"] = poisoned(which, value, 1 / 3, 1)
 
 
 @pytest.mark.parametrize("case", [WHOLE, ODD], ids=str)
@@ -66,14 +70,7 @@ def test_is_as_accurate_as_eager_with(case, change):
     assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32, HARD[change]))
 
 
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
-@pytest.mark.parametrize("case", [WHOLE, ODD], ids=str)
-@pytest.mark.parametrize("which", range(7), ids="x, bias, scale, W, its bias, gamma, beta".split(", "))
-def test_what_is_not_finite_is_so_where_eager_or_float64_has_it(value, case, which):
-    assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32, poisoned(which, value, 1 / 3, 1)))
-
-
-@shapes
+@pytest.mark.parametrize("case", SHAPES, ids=str)
 @torch.no_grad()
 def test_the_bits_do_not_depend_on_the_threads(case):
     _, new, inputs = build(case)
@@ -99,19 +96,6 @@ def test_16_bits_are_computed_in_float32(case, dtype, monkeypatch):
         found = new(x)
         assert found.dtype == dtype and torch.equal(found, new.float()(x.float()).to(dtype))
     assert_as_accurate_as_eager(gradients, draws(case, "cpu", dtype))
-
-
-WHOLE_OPERAND = (8, 1, 1)
-OPERANDS = [
-    Case(STEM, f"operands of {bias} and {scale}", (3, 8, 3, 4, bias, scale), ((2, 3, 20, 26),))
-    for shape in ((), (1,), (24,), (18, 24), (8, 18, 24), (2, 8, 1, 1), (1, 8, 1, 1))
-    for bias, scale in ((shape, WHOLE_OPERAND), (WHOLE_OPERAND, shape), (shape, shape))
-]
-
-
-@pytest.mark.parametrize("case", OPERANDS, ids=str)
-def test_operands_of_other_shapes(case):
-    assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32))
 
 
 @torch.no_grad()

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from cases import FIRST, PORTABLE, ROOT, STEMS, build, first_cases, load, problem_of
+from cases import PAIRS, PORTABLE, QUICKEST, STEMS, build, first_cases
 from processes import QUICKLY, compiler, run_python, save_case
 from sources import definitions, source
 
-CASE = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])  # the quickest to build
+from judge.source import load
 
 stems = pytest.mark.parametrize("stem", STEMS)
 
@@ -21,7 +21,7 @@ def test_loaded_again_and_as_text_in_one_process(case, device, deterministic):
     """As text: no file, no source for `inspect` to find, in a bare namespace or a notebook's."""
     _, new, inputs = build(case, device)
     expected = new(*inputs)
-    again = vars(load(ROOT / "kernels" / f"{case.stem}.py", f"{case.stem.replace('/', '_')}_again"))
+    again = vars(load(PAIRS[case.stem].new_path))
     as_text, as_main = {}, {"__name__": "__main__"}
     for namespace in (as_text, as_main):
         exec(compile(source(case.stem), "<string>", "exec"), namespace)
@@ -36,12 +36,12 @@ def test_loaded_again_and_as_text_in_one_process(case, device, deterministic):
 @pytest.mark.slow
 def test_an_edited_copy_beside_the_file_itself(tmp_path):
     """Each runs its own C++: the copy says so when it is loaded, and both go on working."""
-    saved = save_case(CASE, tmp_path / "case.pt")
+    saved = save_case(QUICKEST, tmp_path / "case.pt")
     said = '#include <cstdio>\nstatic const int said = std::puts("this is the copy");\n'
-    edited, edits = re.subn(r'(?m)^(CPP_SOURCE = r""")\n', lambda match: match[0] + said, source(CASE.stem))
+    edited, edits = re.subn(r'(?m)^(CPP_SOURCE = r""")\n', lambda match: match[0] + said, source(QUICKEST.stem))
     assert edits == 1
     (tmp_path / "edited.py").write_text(edited)
-    (tmp_path / "original.py").write_text(source(CASE.stem))
+    (tmp_path / "original.py").write_text(source(QUICKEST.stem))
     script = """
 sys.path.insert(0, "")
 import original, edited
@@ -87,7 +87,7 @@ def top_level_names(text: str) -> set[str]:
 @stems
 def test_shares_no_name_with_its_problem_file(stem):
     """Both may end up in one namespace."""
-    problem_names = top_level_names((ROOT / "models" / f"{problem_of(stem)}.py").read_text())
+    problem_names = top_level_names(PAIRS[stem].model_path.read_text())
     assert {"Model", "get_inputs"} <= problem_names
     assert not top_level_names(source(stem)) & problem_names - {"torch", "nn"}
 

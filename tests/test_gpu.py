@@ -3,57 +3,25 @@
 from dataclasses import replace
 
 import pytest
+import test_convolution as convolution
+import test_linear_products as products
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import (
-    CASES,
-    LAYOUT_CASES,
-    STEMS,
-    Case,
-    build,
-    captured,
-    converted,
-    each,
-    first_cases,
-    for_each_file,
-    gpu,
-    in_float64,
-    learning_cases,
-    solution,
-)
-from test_convolution import BENCHMARK, FEW
-from test_convolution import SHAPES as CONVOLUTIONS
+from cases import CASES, LAYOUT_CASES, STEMS, Case, build, captured, each, first_cases, for_each_file, learning_cases
 from test_instance_norm import EVERY_SIZE as SLICES
-from test_linear_products import BENCHMARKS as BENCHMARK_PRODUCTS
-from test_linear_products import CASES as PRODUCTS
-from test_linear_products import ODD as ODD_PRODUCTS
-from test_linear_products import SMALL, TRAINED, on_hopper
 from test_training import output_and_gradients
 
-pytestmark = gpu
+pytestmark = pytest.mark.gpu
 
 # Rows and groups that the tests of products leave out: they end in a kernel of their own.
-ROWS = [
-    (300, 16, 32),
-    (300, 16, 200),
-    (128, 512, 4096),
-    (64, 256, 8192),
-    (32, 8, 16384),
-    (16, 8, 65536),
-    (3, 4, 1 << 20),
-]
-GROUPS = [(300, 16, 8, 8), (200, 64, 64, 64), (128, 512, 32, 128), (64, 64, 8, 16), (32, 8, 1, 32), (64, 8, 1024, 64)]
-TAILS = [
-    *(Case("linear_instance_norm_residual", f"{b} rows of {f}", (k, f), ((b, k), (b, f))) for b, k, f in ROWS),
-    *(
-        Case("linear_swish_group_norm", f"{b} rows of {g} groups of {size}", (k, g * size, g, (g * size,)), ((b, k),))
-        for b, k, g, size in GROUPS
-    ),
-]
+ROWS = [(300, 32, 16), (300, 200, 16), (128, 4096, 512), (64, 8192, 256), (32, 16384, 8), (16, 65536, 8)]
+GROUPS = [(300, 64, 16, 8), (200, 4096, 64), (128, 4096, 512, 128), (64, 128, 64, 16), (32, 32, 8, 32), (64, 65536, 8)]
+TAILS = [products.rows(3, 2**20, 4), *(products.rows(*sizes) for sizes in ROWS)]
+TAILS += [products.groups(*sizes) for sizes in GROUPS]
 # Every kernel of every pair is launched by one of these; tests/tools/sanitize.py runs them too.
-LARGE = [case for case in [*SLICES, *CONVOLUTIONS, *TAILS, *PRODUCTS, *ODD_PRODUCTS] if case.stem in STEMS]
+LARGE = [case for case in [*SLICES, *convolution.SHAPES, *TAILS, *products.CASES, *products.ODD] if case.stem in STEMS]
 # These take the fast path with and without gradients.
-FAST = [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2], SMALL]
+FAST = [*SLICES[::6], convolution.FEW, convolution.BENCHMARK, *products.CASES, *products.TRAINED[:3:2], products.SMALL]
 FAST = [(case, torch.float32) for case in FAST if case.stem in STEMS]
 FAST += [(case, torch.bfloat16) for case, _ in FAST if "linear_swish_group_norm" in case.stem]
 
@@ -61,7 +29,7 @@ FAST += [(case, torch.bfloat16) for case, _ in FAST if "linear_swish_group_norm"
 # ---- streams and graphs
 
 
-@pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
+@pytest.mark.parametrize("case", LAYOUT_CASES + products.CASES, ids=str)
 @torch.no_grad()
 def test_runs_on_the_current_stream(case, deterministic):
     """The inputs become right after a long wait on a side stream: a launch on any other stream reads them too early."""
@@ -110,7 +78,7 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, dete
     assert all(torch.equal(other, first) for other in others)
 
 
-@on_hopper
+@products.on_hopper
 @pytest.mark.parametrize(("case", "dtype"), FAST, ids=str)
 def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype):
     """Also in a checkpoint, which runs it without them first, and then once more with them."""
@@ -122,7 +90,7 @@ def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dty
         assert torch.equal(new(*inputs), expected[0])
 
 
-@each(LAYOUT_CASES + PRODUCTS, most_on_cpu=0)
+@each(LAYOUT_CASES + products.CASES, most_on_cpu=0)
 @torch.no_grad()
 def test_a_captured_graph_replays_on_new_inputs(case, dtype, device):
     _, new, inputs = build(case, device, dtype)
@@ -158,13 +126,13 @@ def test_runs_on_the_inputs_device_while_another_is_current(case, dtype):
 def test_inputs_on_another_device_are_refused_in_words(case, weights, data):
     _, new, inputs = build(case)
     with pytest.raises(RuntimeError, match=r"device|cpu|cuda"):
-        new.to(weights)(*converted(inputs, device=data))
+        new.to(weights)(*[t.to(data) for t in inputs])
 
 
 # ---- memory
 
 
-@each([case for case in CASES if case.values < 1e5] + PRODUCTS, most_on_cpu=0)
+@each([case for case in CASES if case.values < 1e5] + products.CASES, most_on_cpu=0)
 @torch.no_grad()
 def test_nothing_is_written_beside_the_output(case, dtype, device, deterministic):
     """The output lands in one of several gaps of just its size; what stands between the gaps must keep its value."""
@@ -203,7 +171,7 @@ def peak_memory(module, inputs, recorded: bool) -> int:
 
 IMAGES = Case("instance_norm", "16 x 64 x 512 x 512", (64,), ((16, 64, 512, 512),))
 TINY = Case("conv_sigmoid_group_norm", "6 x 6", (8, 32, 3, 8, (32, 1, 1), (32, 1, 1)), ((65536, 8, 6, 6),))
-WEIGHED = [case for case in (IMAGES, TINY, BENCHMARK, *BENCHMARK_PRODUCTS) if case.stem in STEMS]
+WEIGHED = [case for case in (IMAGES, TINY, convolution.BENCHMARK, *products.BENCHMARKS) if case.stem in STEMS]
 
 
 @pytest.mark.parametrize("case", WEIGHED, ids=str)
@@ -251,10 +219,11 @@ def test_more_than_2_to_the_31_elements(case):
     model, new, _ = build(replace(case, shapes=((1,),)), "cuda", torch.float16)
     inputs = [torch.rand(shape, device="cuda", dtype=torch.float16) for shape in case.shapes]
     out = new(*inputs)
+    model.float()
     assert out.numel() > 2**31
     for sample in (slice(0, 1), slice(-1, None)):
         with torch.backends.cudnn.flags(enabled=False):  # PyTorch's own kernels count in 64 bits
-            alone = in_float64(model).float()(*[t[sample].float() for t in inputs])
+            alone = model(*[t[sample].float() for t in inputs])
         torch.testing.assert_close(out[sample].float(), alone, rtol=1e-2, atol=1e-2)
 
 
@@ -262,8 +231,9 @@ def test_more_than_2_to_the_31_elements(case):
 def test_gradients_of_more_than_2_to_the_31_elements(case):
     """By the formula: PyTorch's own gradient of one such slice reads beyond its end."""
     skip_without_memory(64)
+    _, new, _ = build(replace(case, shapes=((1,),)), "cuda", torch.float16)
     x, grad = (torch.rand(case.shapes[0], device="cuda", dtype=torch.float16) for _ in range(2))
-    (out,) = torch.autograd.grad(solution(case.stem).ModelNew(*case.init)(x.requires_grad_()), x, grad)
+    (out,) = torch.autograd.grad(new(x.requires_grad_()), x, grad)
 
     def mean(values):
         return values.mean((2, 3), keepdim=True, dtype=torch.float64).float()

@@ -6,20 +6,7 @@ On a CPU training is the plain path; what is tested there is that it is taken.
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import (
-    CASES,
-    FIRST,
-    LAYOUT_CASES,
-    LAYOUTS,
-    STEMS,
-    Case,
-    build,
-    each,
-    first_cases,
-    in_dtype,
-    in_float64,
-    solution,
-)
+from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, STEMS, Case, build, each, first_cases, in_float64, solution
 from torch.autograd.graph import saved_tensors_hooks
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
@@ -69,7 +56,7 @@ def test_gradients_are_as_accurate_as_eagers(case, dtype, device):
 
 
 @first_cases
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=in_dtype)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_under_autocast_are_as_accurate_as_eagers(case, low, device):
     """Under autocast is the forward alone, as in PyTorch's manual."""
 
@@ -110,7 +97,7 @@ def test_gradcheck_takes_them(case, device, deterministic):
 
 
 @pytest.mark.skipif("linear_instance_norm_residual" not in STEMS, reason="no such pair")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=in_dtype)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_gradient_of_one_number_is_no_worse_than_eagers(dtype, device):
     """The gradient of one x is a sum of 4096 terms which cancel: one draw of their roundings says little, 24 do."""
     case = Case("linear_instance_norm_residual", "4096 features from one", (1, 4096), ((1, 1), (1, 4096)))
@@ -141,11 +128,7 @@ def test_nothing_is_saved_where_no_gradient_can_be_asked_for(case, device):
     _, new, inputs = build(case, device)
     saved = []
 
-    def count(tensor):
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(count, lambda tensor: tensor):
+    with saved_tensors_hooks(saved.append, lambda tensor: tensor):
         with torch.no_grad():
             assert not new(*[t.clone().requires_grad_() for t in inputs]).requires_grad
         with torch.inference_mode():

@@ -1,9 +1,11 @@
 """instance_norm: every kernel of both directions, forced by the slice's size, and sums that are hard on a norm."""
 
+import functools
+
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws
-from cases import LAYOUTS, Case, build, each, gpu, in_dtype
+from accuracy import assert_as_accurate_as_eager, draws, laid
+from cases import Case, build, each, gpu, in_dtype
 from test_gradients import both_ways, gradients
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -38,10 +40,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @each(EVERY_SIZE, DTYPES, ["contiguous", "offset by one element"], most_on_cpu=2e4)
 def test_every_kernel_is_as_accurate_as_eager(case, dtype, layout, device):
-    def lay(model, new, inputs):
-        return [LAYOUTS[layout](t) for t in inputs]
-
-    assert_as_accurate_as_eager(both_ways, draws(case, device, dtype, lay))
+    assert_as_accurate_as_eager(both_ways, draws(case, device, dtype, laid(layout)))
 
 
 @gpu
@@ -78,10 +77,7 @@ def test_badly_scaled_values(case, dtype, change, device):
         CHANGES[change](torch.zeros_like(grad), grad)
         return grad
 
-    def run(module, inputs):
-        return both_ways(module, inputs, lay)
-
-    assert_as_accurate_as_eager(run, draws(case, device, dtype, changed), roundings=2)
+    assert_as_accurate_as_eager(functools.partial(both_ways, lay=lay), draws(case, device, dtype, changed), roundings=2)
 
 
 @each(EVERY_KIND, DTYPES)
@@ -124,10 +120,6 @@ def test_the_input_alone_is_saved():
     _, new, inputs = build(case_of(3, 8, 8), "cuda")
     x, saved = inputs[0].requires_grad_(), []
 
-    def note(tensor):
-        saved.append(tensor.data_ptr())
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda tensor: tensor):
         new(x)
     assert saved == [x.data_ptr()]

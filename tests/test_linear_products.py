@@ -7,15 +7,14 @@ of the shapes here; elsewhere the same tests hold ATen's product to the same bou
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import STEMS, Case, build, for_each_file, gpu, solution
+from cases import ON_HOPPER, STEMS, Case, build, for_each_file, gpu, solution
 from test_gradients import both_ways, gradients
 from torch import nn
 
 PAIRS = [stem for stem in ("linear_instance_norm_residual", "linear_swish_group_norm") if stem in STEMS]
 pytestmark = [gpu, pytest.mark.skipif(len(PAIRS) < 2, reason="the two linear pairs are not both here")]
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not HOPPER, reason="for sm_90")
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="for sm_90")
 tf32 = pytest.mark.parametrize("tf32", [False, True], ids=["strict", "TF32 allowed"])
 
 M, N, K = 1536, 1024, 1024  # tiles for most SMs of any GPU
@@ -57,51 +56,33 @@ trained = pytest.mark.parametrize("case", TRAINED, ids=str)
 # ---- the product alone, by what x and W hold
 
 
-def rows_of_many_sizes(x, w):
-    sizes = 2.0 ** torch.randint(-40, 41, (x.shape[0], 1), device=x.device)
-    return x * sizes, w * 2.0 ** torch.randint(-40, 41, (w.shape[0], 1), device=x.device)
+def of_rows(t, most: int):
+    """A power of two for each row."""
+    return 2.0 ** torch.randint(-most, most + 1, (t.shape[0], 1), device=t.device)
 
 
-def balanced(x, w):
-    sizes = 2.0 ** (torch.arange(x.shape[1], device=x.device) % 81 - 40)
-    return x * sizes, w / sizes
+def of_features(t):
+    return 2.0 ** (torch.arange(t.shape[1], device=t.device) % 81 - 40)
 
 
 def outliers(x, w):
     """One in each row of x, small ones and huge ones."""
     sizes = 10.0 ** torch.randint(3, 31, (x.shape[0],), device=x.device)
     x[torch.arange(x.shape[0]), torch.randint(x.shape[1], (x.shape[0],))] = sizes
-    return x, w
 
 
-def zero_rows(x, w):
-    x[::3], w[::5] = 0, 0
-    return x, w
-
-
-def denormals(x, w):
-    x[::2] *= 2.0**-140
-    return x, w
-
-
-def tiny_rows(x, w):
-    x *= 2.0**-100
-    w[::2] *= 2.0**-20
-    return x, w
-
-
-KINDS = {
-    "uniform": lambda x, w: (torch.rand_like(x), (2 * torch.rand_like(w) - 1) * K**-0.5),
-    "normal": lambda x, w: (x, w),
-    "far from zero": lambda x, w: (x + 100, w),
-    "rows of many sizes": rows_of_many_sizes,
-    "balanced": balanced,
-    "zero rows": zero_rows,
-    "denormals": denormals,
-    "tiny rows": tiny_rows,
-    "near the largest": lambda x, w: ((0.5 + 0.5 * torch.rand_like(x)) * x.sign() * 3.4e38, w * 1e-3),
-    "mostly zeros": lambda x, w: (x * (torch.rand_like(x) < 0.05), w * (torch.rand_like(w) < 0.5)),
-    "heavy-tailed": lambda x, w: ((3 * x).exp(), w * (2 * torch.randn_like(w)).exp()),
+KINDS = {  # normal x and W, changed in place
+    "uniform": lambda x, w: (x.uniform_(), w.uniform_(-(K**-0.5), K**-0.5)),
+    "normal": lambda x, w: None,
+    "far from zero": lambda x, w: x.add_(100),
+    "rows of many sizes": lambda x, w: (x.mul_(of_rows(x, 40)), w.mul_(of_rows(w, 40))),
+    "balanced": lambda x, w: (x.mul_(of_features(x)), w.div_(of_features(w))),
+    "zero rows": lambda x, w: (x[::3].zero_(), w[::5].zero_()),
+    "denormals": lambda x, w: x[::2].mul_(2.0**-140),
+    "tiny rows": lambda x, w: (x.mul_(2.0**-100), w[::2].mul_(2.0**-20)),
+    "near the largest": lambda x, w: (x.sign_().mul_((0.5 + 0.5 * torch.rand_like(x)) * 3.4e38), w.mul_(1e-3)),
+    "mostly zeros": lambda x, w: (x.mul_(torch.rand_like(x) < 0.05), w.mul_(torch.rand_like(w) < 0.5)),
+    "heavy-tailed": lambda x, w: (x.mul_(3).exp_(), w.mul_((2 * torch.randn_like(w)).exp())),
     "outliers": outliers,
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +91,8 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def product(kind, m: int = M, n: int = N, k: int = K):
     """Ours, eager's, the right one, and the sum of the magnitudes of its terms."""
     torch.manual_seed(3)
-    x, w = kind(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5)
+    x, w = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5
+    kind(x, w)
     b = torch.zeros(n, device="cuda")
     operators = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE)
     eager = nn.functional.linear(x, w, b)
@@ -151,14 +133,14 @@ def test_comes_out_no_worse_than_eagers(kind, m, n, k):
 
 
 def test_integers_are_exact():
-    ours, _, right, _ = product(lambda x, w: (torch.randint_like(x, -300, 301), torch.randint_like(w, -8, 9)))
+    ours, _, right, _ = product(lambda x, w: (x.random_(-300, 301), w.random_(-8, 9)))
     assert torch.equal(ours.double(), right)
 
 
 def test_one_bad_row_spoils_no_other():
     def one_bad(x, w):
-        x[7], x[500, 3], x[600, 5] = balanced(x, w)[0][7], torch.inf, torch.nan
-        return x, w
+        x[7] *= of_features(x)
+        x[500, 3], x[600, 5] = torch.inf, torch.nan
 
     ours, eager, right, terms = product(one_bad)
     assert torch.equal(ours.isfinite(), eager.isfinite())
@@ -226,7 +208,7 @@ def test_gradients_are_as_accurate_as_eager(case, dtype, tf32, matmul_tf32):
 
 
 BADLY_SCALED = {  # x and the weights, in place
-    "many sizes": lambda x, w: x.mul_(2.0 ** torch.randint(-20, 21, (x.shape[0], 1), device=x.device)),
+    "many sizes": lambda x, w: x.mul_(of_rows(x, 20)),
     "an outlier": lambda x, w: x[3, 5].fill_(1e6),
     "three columns": lambda x, w: x[:, 3:].zero_(),
     "one-hot rows": lambda x, w: x.zero_().fill_diagonal_(1, wrap=True),

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from cases import ROOT
@@ -28,9 +29,7 @@ def result(model: str = LONG, status: str = DROP_IN, **more) -> Result:
     run.speedup_ci = {"eager": [1.28, 1.33], "compile": [0.95, 1.12]}
     run.roof = {"bytes": 369e6, "flops": 137e9, "floor_ms": 0.59, "percent": 6.2}
     run.error = {"new_max": 2.9e-6, "eager_max": 2.3e-5}
-    for name, value in more.items():
-        setattr(run, name, value)
-    return run
+    return replace(run, **more)
 
 
 def test_a_block_is_read_on_a_hundred_columns():

@@ -24,16 +24,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small cases mostly wait for their threads
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 import torch
 import torch.nn.functional as F
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
-from cases import DTYPES, LAYOUTS, PORTABLE, STEMS, Case, converted, fits, in_float64, problem_of, solution
+from cases import DTYPES, LAYOUTS, PORTABLE, STEMS, Case, Recorder, converted, fits, in_float64, problem_of, solution
 from processes import visible_gpus
 from test_gradients import ROUNDINGS, differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
 from workers import in_processes
 
 # ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors are made of.
@@ -246,16 +244,6 @@ def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch
     return anything, torch.stack([torch.zeros_like(anything), *signless]).any(0)
 
 
-class Dispatched(TorchDispatchMode):
-    """Notes whether an operator is called that is not PyTorch's."""
-
-    others = False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.others |= function.namespace != "aten"
-        return function(*args, **(kwargs or {}))
-
-
 def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
     """Whether the pair's own operators took the case. AssertionError, saying what it is, where ModelNew is wrong."""
     r = random.Random(f"{stem} {seed} {index}")
@@ -316,7 +304,7 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
     samples = draws(case, "cpu", dtype, change, first_seed)
     model, new, inputs = first = next(samples)
     try:
-        with Dispatched() as seen:
+        with Recorder(stem) as seen:
             run(*copy.deepcopy((new, inputs)))
         assert_same_form(*(on_device(*copy.deepcopy((module, inputs))) for module in (new, model)))
         try:
@@ -336,7 +324,7 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
         said += [f"gradient {incoming}"] * recorded
         what = f"{shapes} from {init} in {dtype}, {', '.join(said)}"
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
-    return seen.others
+    return bool(seen.calls)
 
 
 def miss(case: tuple[str, int, int, str]) -> str | None:

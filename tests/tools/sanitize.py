@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 import torch
 from cases import CASES, DTYPES, STEMS, Case, build, converted, solution
