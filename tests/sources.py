@@ -2,11 +2,14 @@
 
 import ast
 import re
-from collections.abc import Iterator
 
 from cases import PAIRS
 
-NO_DEFINITION = ("namespace", "using", "extern", "TORCH_LIBRARY", "static_assert")
+# A definition in a C++ string as clang-format has it: from the first column to a brace or semicolon at a line's end, or
+# to the brace at the first column.
+DEFINITION = re.compile(
+    r"^(?!namespace|using|extern|TORCH_LIBRARY|static_assert|[ #}])\S(?:.*\};?|[^{}]*?;|(?:.*\n)+?\};?)$", re.MULTILINE
+)
 
 
 def source(stem: str) -> str:
@@ -20,19 +23,6 @@ def strings(stem: str) -> dict[str, str]:
     return {name: ast.literal_eval(assigned[name]) for name in ("CUDA_SOURCE", "CPP_SOURCE")}
 
 
-def _blocks(text: str) -> Iterator[str]:
-    """What begins at the first column of a C++ string, to its closing brace or semicolon; without comments."""
-    block: list[str] = []
-    for line in re.sub(r"//.*", "", text).splitlines():
-        if not block and (not line.strip() or line[0] in " #}" or line.startswith(NO_DEFINITION)):
-            continue
-        block.append(line.rstrip())
-        joined = "\n".join(block)
-        if joined.count("{") == joined.count("}") and joined.endswith(("}", ";")):
-            yield joined
-            block = []
-
-
 def definitions(stem: str) -> dict[str, dict[str, str]]:
     """The file's functions and structs, in Python, C++ and CUDA: name to {head: text}, since C++ overloads
     and each file has functions of its own Model."""
@@ -43,7 +33,7 @@ def definitions(stem: str) -> dict[str, dict[str, str]]:
             found[node.name] = {parameters: ast.unparse(node)}
     nested = r"\([^()]*(\([^()]*\))*[^()]*\)"
     for language, text in strings(stem).items():
-        for block in _blocks(text):
+        for block in DEFINITION.findall(re.sub(" *//.*", "", text)):
             head = re.sub(r"\s+", " ", block.split("{")[0]).strip()
             bare = re.sub(rf"template <[^()]*?> (?=\w)|__launch_bounds__{nested}|alignas{nested}", "", head)
             name = re.search(r"\b(?:struct|class) (\w+)", bare) or re.search(r"(\w+)(?:<[^()]*>)?\(", bare)

@@ -3,6 +3,7 @@
 What else the suite's own pairs promise, by their names in cases.py, is tested by the other files.
 """
 
+import contextlib
 import copy
 from dataclasses import replace
 
@@ -26,11 +27,8 @@ any_pair = pytest.mark.parametrize("name", [*NEW, *[name for name in PAIRS if na
 def test_the_judge_calls_it_a_drop_in(name, device):
     """In each direction. What it names is what has to be mended."""
     options = replace(HURRY, device=device.type, batch=BATCH, timeout=120.0)
-    judge = harness.Judge(options, ceilings_of(device.type), lambda text: None)
-    try:
+    with contextlib.closing(harness.Judge(options, ceilings_of(device.type), lambda text: None)) as judge:
         runs = list(judge.judge(PAIRS[name]))
-    finally:
-        judge.close()
     for run in runs:
         assert run.status == DROP_IN, f"{run.direction}: {run.status}: {'; '.join([*run.reasons, *run.no_dropin])}"
 
