@@ -7,7 +7,7 @@ stands in for. `python tests/tools/attack.py --write FOLDER` writes them out, an
     === NAME: no drop-in: words of the reason, where it is right all the same
     What it does.
         the lines of its forward
-    top: init: methods:     lines of the file's head, of the constructor, of the class
+    top: init: methods:     lines of the file's head, of the constructor, of the class; `both:` of both files' heads
     backward:               of an autograd.Function, `Function`, that gives its input
     model: inputs: layers:  another Model: its answer, inputs, layers; `own layers:`, `forward:` the candidate's
     file:                   the whole file
@@ -116,8 +116,8 @@ def module(name: str, layers: str, forward: str, methods: str = "", parameters: 
     return MODULE.format(name, parameters, layers, textwrap.indent(methods, " " * 4), forward)
 
 
-def any_model(answer: str, inputs: str = "torch.rand(batch_size, 64)", layers: str = "") -> str:
-    return HEAD + module("Model", layers, f"return {answer.strip()}") + DATA.format(8, inputs.strip(), "")
+def any_model(answer: str, inputs: str = "torch.rand(batch_size, 64)", layers: str = "", top: str = "") -> str:
+    return HEAD + top + module("Model", layers, f"return {answer.strip()}") + DATA.format(8, inputs.strip(), "")
 
 
 def source(name: str) -> str:
@@ -125,7 +125,7 @@ def source(name: str) -> str:
     said = f'"""{candidate.what}' + (f"\n\nRejected: {candidate.rejected}\n" if candidate.rejected else "") + '"""\n'
     if get("file"):
         return said + get("file")
-    top = HEAD + get("top", "")
+    top = HEAD + get("both", "") + get("top", "")
     if get("backward"):
         top += FUNCTION.format(textwrap.indent(get("backward"), " " * 8))
     if get("model"):
@@ -139,7 +139,7 @@ def model_of(name: str) -> str:
     get = CANDIDATES[name].parts.get
     if not get("model"):
         return MODEL
-    return any_model(get("model"), get("inputs", "torch.rand(batch_size, 64)"), get("layers", ""))
+    return any_model(get("model"), get("inputs", "torch.rand(batch_size, 64)"), get("layers", ""), get("both", ""))
 
 
 def names(kind: str) -> list[str]:

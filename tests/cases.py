@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from judge.source import discover, load
+from judge.source import discover, load, reseed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIRS = discover(ROOT)
@@ -32,6 +32,7 @@ def problem_of(stem: str) -> str:
 
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+SINGLE_AND_LOW = DTYPES[1:]
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,6 @@ KNOWN = {
     ],
 }
 
-
 PORTABLE = [name for name in PAIRS if name in KNOWN]
 STEMS = PORTABLE + [name for name in PAIRS if name not in PORTABLE and problem_of(name) in KNOWN]
 COMPILED = STEMS if ON_HOPPER else PORTABLE  # those whose operators are there
@@ -158,10 +158,7 @@ compiled_cases = pytest.mark.parametrize("case", [case for case in FIRST if case
 gpu = pytest.mark.gpu
 QUICKEST = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])  # to build
 
-
-# ---- how a tensor can lie in memory; each keeps the shape and dtype
-
-
+# How a tensor can lie in memory; each keeps the shape and dtype.
 LAYOUTS: dict[str, Callable] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
@@ -178,9 +175,6 @@ LAYOUTS: dict[str, Callable] = {
 
 def fits(case: Case, layout: str) -> bool:
     return layout != "channels_last" or any(len(shape) == 4 for shape in case.shapes)
-
-
-# ---- parametrisations
 
 
 def in_dtype(dtype: torch.dtype) -> str:
@@ -205,9 +199,6 @@ def each(
         row = [case, dtype, *([layout] if layouts else []), torch.device(device)]
         rows.append(pytest.param(*row, id=name))
     return pytest.mark.parametrize(["case", "dtype", *["layout"] * bool(layouts), "device"], rows)
-
-
-# ---- modules
 
 
 class Recorder(TorchDispatchMode):
@@ -254,9 +245,7 @@ def build(
     case: Case, device="cpu", dtype=torch.float32, seed: int = 0
 ) -> tuple[torch.nn.Module, torch.nn.Module, list]:
     """The Model, a ModelNew with the same weights, and inputs; all drawn on the CPU, so the same on every device."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack once for each absent device
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    reseed(seed)
     model = problem(case.stem).Model(*case.arguments())
     with torch.no_grad():
         for parameter in model.parameters():  # the ones and zeros of an untrained norm would hide that it was left out

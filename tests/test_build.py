@@ -35,9 +35,6 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((path for home in homes if (path := shutil.which(f"{home}/bin/nvcc"))), None)
 
 
-ARCHITECTURES = ("80", "120")  # of a portable file; a Hopper file is for 90a alone
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", STEMS)
 def test_cuda_compiles_without_warnings_and_spills(stem, tmp_path):
@@ -47,7 +44,7 @@ def test_cuda_compiles_without_warnings_and_spills(stem, tmp_path):
         pytest.skip("no nvcc on this machine")
     (tmp_path / "kernels.cu").write_text(strings(stem)["CUDA_SOURCE"])
     flags = ["-O3", "-Xptxas=-v", "-diag-suppress=177", *COMMON_NVCC_FLAGS]  # 177: constants an architecture leaves out
-    architectures = ARCHITECTURES if stem in PORTABLE else ("90a",)
+    architectures = ("80", "120") if stem in PORTABLE else ("90a",)  # a Hopper file is for that alone
     flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
     command = [nvcc, "--threads=2", "-c", "kernels.cu", "-o", "kernels.o", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
@@ -57,9 +54,6 @@ def test_cuda_compiles_without_warnings_and_spills(stem, tmp_path):
     assert spills
     if stem in KNOWN or stem not in PORTABLE:  # a new pair may spill
         assert max(map(int, spills)) == 0, report
-
-
-# ---- what may be missing
 
 
 def folder_of_tools(folder: Path, *names: str) -> Path:
@@ -149,8 +143,6 @@ def test_a_compiler_error_is_shown(tmp_path):
         code, _, err = finish(process)
         assert code != 0 and re.search(rf"CPP_SOURCE in {FILE.name}:1:\d+: .*no_such_header.h", err), err
 
-
-# ---- what may happen
 
 # Stands for the compiler. Beside every compilation a line in the file `calls`. The first one also leaves half an object
 # and waits to be killed, if it is told to. An object that the library of this PyTorch was made of is copied from there,

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from cases import (
     first_cases,
     for_each_file,
     gpu,
-    problem_of,
+    solution,
 )
 from processes import run_python
 from test_linear_products import groups, rows
@@ -31,7 +30,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 SINGLE = [torch.float32]
-recorded_or_not = pytest.mark.parametrize("recorded", [False, True], ids=["forward", "forward and backward"])
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +113,7 @@ def batch_dimensions(case, most: int = 1024) -> tuple[dict, ...]:
 
 
 @compiled_cases
-@recorded_or_not
+@pytest.mark.parametrize("recorded", [False, True], ids=["forward", "forward and backward"])
 @pytest.mark.parametrize("marked", [False, True], ids=["nothing marked", "marked as dynamic"])
 def test_another_batch_size_needs_no_other_compilation(case, recorded, marked, device):
     """Unmarked, the first is for its own size and the second for all others."""
@@ -153,8 +151,7 @@ def test_an_exported_program_goes_through_a_file(case, strict, recorded, device,
         program = torch.export.export(new, tuple(inputs), dynamic_shapes=batch_dimensions(case), strict=strict)
     taken = case.stem in PORTABLE or case.stem in COMPILED and device.type == "cuda" and "linear" not in case.stem
     if taken and not recorded:
-        ours = problem_of(case.stem), f"hopper_{problem_of(case.stem)}"
-        assert any(name.startswith(ours) for name in called_by(program))
+        assert any(name.startswith(solution(case.stem).NAMESPACE) for name in called_by(program))
     torch.export.save(program, tmp_path / "program.pt2")
     exported = torch.export.load(tmp_path / "program.pt2").module()
     for size in (2, 5):
@@ -199,7 +196,6 @@ for inputs, expected in torch.load(sys.argv[3], weights_only=False):
     torch.testing.assert_close(run(*inputs), expected, rtol=1e-5, atol=1e-5)
 """
 
-
 # To build sooner what runs once.
 AOT_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
 
@@ -217,15 +213,12 @@ def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_pat
     run_python(AOT_SCRIPT, ROOT / "kernels" / f"{case.stem}.py", package, tmp_path / "check.pt", cwd=tmp_path)
 
 
-# ---- the operators by themselves
-
-
-LARGE = [rows(1024, 1024, 1024), groups(1024, 1024, 1024)]  # the smallest products that kernels/hopper takes
+LARGE = for_each_file([rows(1024, 1024, 1024), groups(1024, 1024, 1024)])  # the smallest that kernels/hopper takes
 
 
 @gpu
 @strict_or_not
-@pytest.mark.parametrize("case", for_each_file(LARGE), ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=str)
 @torch.no_grad()
 def test_exported_with_any_batch(case, strict):
     """Where the operator takes some batches only, no batch is refused."""
@@ -241,7 +234,7 @@ def recorded_calls(stem: str, device) -> list[tuple]:
     """The operator calls of a forward and backward of every small case of this file, with its plain and odd layouts."""
     cases = [case for case in CASES if case.stem == stem and case.values < 2e4]
     if stem not in PORTABLE:
-        cases += [replace(case, stem=stem) for case in LARGE if case.stem == problem_of(stem)]
+        cases += [case for case in LARGE if case.stem == stem]
     with Recorder(stem) as recorder:
         for case in cases:
             for layout in ("contiguous", "transposed", "channels_last"):

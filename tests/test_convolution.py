@@ -77,9 +77,6 @@ def test_gives_the_same_bits_each_time_and_whether_gradients_are_recorded_or_not
         assert torch.equal(recorded, first["output"])
 
 
-# ---- values that are hard on fp16
-
-
 def inputs_of(magnitude):
     return lambda model, new, inputs: [inputs[0] * magnitude]
 
@@ -108,7 +105,7 @@ def first_column_of(size):
     return lambda model, new, inputs: [torch.cat([size * inputs[0][..., :1], inputs[0][..., 1:]], -1)]
 
 
-HARD = {
+HARD = {  # on fp16
     **{f"inputs of {magnitude:g}": inputs_of(magnitude) for magnitude in (1e-30, 1e-6, 1e-3, 1e3, 1e6, 1e30)},
     **{f"weights of {magnitude:g}": weights_of(magnitude) for magnitude in (1e-30, 1e-6, 1e3, 1e20)},
     "a few inputs beyond half precision": a_few_beyond_half_precision,

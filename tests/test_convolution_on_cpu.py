@@ -6,14 +6,13 @@ import os
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward, in_both, poisoned
-from cases import DTYPES, PORTABLE, Case, build, solution
+from cases import PORTABLE, SINGLE_AND_LOW, Case, build, solution
 from processes import QUICKLY, compiler, finish, start_python
 from sources import source
 from test_convolution import STEM, case, channels_of_almost_one_value
 from test_gradients import gradients
 
 pytestmark = pytest.mark.skipif(STEM not in PORTABLE, reason="the pair is not here")
-
 
 SHAPES = [
     case("whole tiles", 2, 8, 34, 50, 3, 8, 4),
@@ -38,14 +37,13 @@ SHAPES = [
 ]
 WHOLE, ODD = SHAPES[:2]
 
-
 WHOLE_OPERAND = (8, 1, 1)
 OPERANDS = [
     Case(STEM, f"operands of {bias} and {scale}", (3, 8, 3, 4, bias, scale), ((2, 3, 20, 26),))
     for shape in ((), (1,), (24,), (18, 24), (8, 18, 24), (2, 8, 1, 1), (1, 8, 1, 1))
     for bias, scale in ((shape, WHOLE_OPERAND), (WHOLE_OPERAND, shape), (shape, shape))
 ]
-ACCURATE = [*itertools.product(SHAPES, DTYPES[1:]), *((case, torch.float32) for case in OPERANDS)]
+ACCURATE = [*itertools.product(SHAPES, SINGLE_AND_LOW), *((case, torch.float32) for case in OPERANDS)]
 
 
 @pytest.mark.parametrize(("case", "dtype"), ACCURATE, ids=str)

@@ -53,9 +53,6 @@ assert original.NAMESPACE != edited.NAMESPACE
     assert run_python(script, saved, cwd=tmp_path, **environment) == "this is the copy\n"
 
 
-# ---- the file itself
-
-
 @stems
 def test_imports_nothing_but_torch_and_the_standard_library(stem):
     for node in ast.walk(ast.parse(source(stem))):

@@ -23,9 +23,6 @@ def both(case: Case, seed: int = 7) -> tuple[nn.Module, nn.Module]:
     return modules[0], modules[1]
 
 
-# ---- construction and state
-
-
 @pytest.mark.parametrize("stem", STEMS)
 def test_constructor_and_forward_have_the_models_signature(stem):
     model, new = problem(stem).Model, solution(stem).ModelNew
@@ -91,9 +88,6 @@ def test_default_dtype_and_device_are_respected(case):
         torch.testing.assert_close(new(*inputs), model(*inputs))
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-# ---- the life of a module
 
 
 NEW_WEIGHTS = [
@@ -180,9 +174,7 @@ def test_hooks_of_the_modules_inside_count(case, kind, on, device):
     assert notes[0] == notes[1]
 
 
-# ---- another layer where the Model has its own: one that is made of it, or itself, changed in place
-
-
+# Below is another layer put where the Model has its own: one that is made of it, or itself, changed in place.
 def replace(module, name: str, change) -> None:
     part = getattr(module, name)
     if isinstance(part, nn.Parameter):  # or its place would take nothing else
@@ -252,7 +244,6 @@ def with_parameters_it_was_not_made_with(norm):
 NORMS = [of_other_settings, with_parameters_it_was_not_made_with, with_statistics_of_its_own]
 NORMS += [of_a_class_of_its_own, with_a_forward_of_its_own]
 
-
 STAND_INS = {  # the class or the name of the part that is replaced, and what makes another one of it
     **{f"the layer {name}": ((nn.Linear, nn.Conv2d), way) for name, way in LAYERS.items()},
     **{f"the norm {way.__name__}": ((nn.GroupNorm, nn.InstanceNorm2d), way) for way in NORMS},
@@ -304,9 +295,6 @@ def test_equal_values_without_an_epsilon(case, device):
             parameter.fill_(0.5)
     inputs = [torch.zeros_like(x) for x in inputs]
     torch.testing.assert_close(new(*inputs), model(*inputs), equal_nan=True)
-
-
-# ---- tracers
 
 
 @first_cases
@@ -367,9 +355,6 @@ def test_quantized(case, way, tolerance):
         results.append(convert(prepared)(*inputs))
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
     assert not torch.equal(results[1], new(*inputs))  # it is quantized, not passed by
-
-
-# ---- tensors of other kinds
 
 
 class Named(torch.Tensor):

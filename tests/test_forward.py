@@ -5,9 +5,7 @@ import itertools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward, in_both, laid, poisoned
-from cases import CASES, LAYOUT_CASES, LAYOUTS, STEMS, Case, build, each, first_cases, in_dtype
-
-SINGLE_AND_LOW = [torch.float32, torch.float16, torch.bfloat16]
+from cases import CASES, LAYOUT_CASES, LAYOUTS, SINGLE_AND_LOW, STEMS, Case, build, each, first_cases, in_dtype
 
 
 def assert_form_and_accuracy(run, samples) -> None:
@@ -78,9 +76,6 @@ def test_contiguous_and_yet_channels_last(case, device):
     assert_same_form(new(*inputs), model(*inputs))
 
 
-# ---- values that are hard on a norm
-
-
 def biases_of(module) -> list[torch.Tensor]:
     return [parameter for name, parameter in module.named_parameters() if "bias" in name]
 
@@ -95,7 +90,7 @@ def first_element_an_outlier(model, new, inputs):
     return inputs
 
 
-HARD = {
+HARD = {  # on a norm
     # 1e4 + noise: E[x^2] - E[x]^2 loses the variance, deviations from the mean do not.
     "far from zero": lambda model, new, inputs: [t + 1e4 for t in inputs],
     "biases far from zero": in_both(lambda module: [bias.add_(1e4) for bias in biases_of(module)]),

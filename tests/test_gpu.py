@@ -26,9 +26,6 @@ FAST = [(case, torch.float32) for case in FAST if case.stem in STEMS]
 FAST += [(case, torch.bfloat16) for case, _ in FAST if "linear_swish_group_norm" in case.stem]
 
 
-# ---- streams and graphs
-
-
 @pytest.mark.parametrize("case", LAYOUT_CASES + products.CASES, ids=str)
 @torch.no_grad()
 def test_runs_on_the_current_stream(case, deterministic):
@@ -105,9 +102,6 @@ def test_a_captured_graph_replays_on_new_inputs(case, dtype, device):
         torch.testing.assert_close(out, new(*fresh))
 
 
-# ---- devices
-
-
 @pytest.mark.parametrize(("case", "dtype"), FAST, ids=str)
 def test_runs_on_the_inputs_device_while_another_is_current(case, dtype):
     if torch.cuda.device_count() < 2:
@@ -127,9 +121,6 @@ def test_inputs_on_another_device_are_refused_in_words(case, weights, data):
     _, new, inputs = build(case)
     with pytest.raises(RuntimeError, match=r"device|cpu|cuda"):
         new.to(weights)(*[t.to(data) for t in inputs])
-
-
-# ---- memory
 
 
 @each([case for case in CASES if case.values < 1e5] + products.CASES, most_on_cpu=0)

@@ -1,5 +1,6 @@
 """The harness: candidates it must reject and why, honest ones it must accept, its parts, its command line."""
 
+import contextlib
 import json
 import math
 import random
@@ -37,9 +38,8 @@ def plain_after(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def judges():
-    made = Judges()
-    yield made
-    made.close()
+    with contextlib.closing(Judges()) as made:
+        yield made
 
 
 @pytest.fixture
@@ -71,9 +71,6 @@ def suite(tmp_path, monkeypatch):
 
     main.add = add
     return main
-
-
-# Candidates
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -147,13 +144,6 @@ def test_a_turn_that_lacks_memory_has_the_others_give_theirs_back(judge, monkeyp
     assert run.ok and asked.count(("eager", "wait")) == asked.count(("new", "wait")) == 1, run
 
 
-def test_a_class_of_each_file_is_the_same_in_both(judge):
-    out = 'import collections\nOut = collections.namedtuple("Out", "y")\n\n\n'
-    model = any_model("Out(x * 2)").replace("class Model", f"{out}class Model")
-    (run,) = judge(model.replace("class Model", "class ModelNew"), model)
-    assert run.ok, run
-
-
 def test_zeros_stay_zeros_and_a_batch_without_effect_is_noted(judge):
     model = any_model("x @ x", "torch.rand(9, 9).tril()").replace("batch_size=batch_size", "")
     model = model.replace("batch_size = 8", "")
@@ -187,20 +177,6 @@ def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
     runs = judge(source("no_gradient"), directions=DIRECTIONS)
     assert [run.ok for run in runs] == [True, False, False], [run.reasons for run in runs]
     assert "output has requires_grad False, the Model's True" in runs[0].no_dropin and runs[0].ms["new"] > 0
-
-
-def test_a_crash_in_the_backward_pass_leaves_the_forward_right(judge):
-    crashes = source("dense_gradient").replace("return g.as", "import os; os._exit(3)\n        return g.as")
-    runs = judge(crashes, directions=DIRECTIONS)
-    assert [run.ok for run in runs] == [True, True, False], [run.reasons for run in runs]
-    said = "ended its process with exit code 3 and gave no answer (from memory full of NaN, batch 32, seed 0)"
-    assert runs[2].reasons == [said]
-
-
-@pytest.mark.parametrize(("does", "said"), [("os.abort()", "(Aborted) and gave no answer"), ("time.sleep(9)", "hangs")])
-def test_who_ends_or_hangs_is_told_what_was_asked(does, said, judge):
-    (run,) = judge("import os, time\n" + plain_after(f"len(x) == 1 and {does}"), timeout=2.0)
-    assert run.reasons[0].endswith(f"{said} (batch 1)"), run
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -274,13 +250,6 @@ def test_ties_may_be_broken_in_any_way_that_is_one(choice, equals, judge):
     assert run.ok == right, run
 
 
-def test_who_refuses_a_layout_is_no_drop_in(judge):
-    (run,) = judge(plain_after('assert x.is_contiguous(), "rows side by side are wanted"'))
-    assert run.ok, run.reasons
-    said = "refuses inputs that are transposed: raised AssertionError: rows side by side are wanted"
-    assert run.status == record.RIGHT and said in run.no_dropin
-
-
 def test_who_refuses_other_batches_is_told_so_once(judge):
     (run,) = judge(plain_after('assert len(x) == 32, f"not {len(x)}"'))
     (said,) = run.no_dropin
@@ -317,9 +286,6 @@ def test_a_wrong_answer_is_told_by_place_value_and_request(judge):
     assert re.match(place, run.reasons[0]) and run.reasons[0].endswith("(batch 32, seed 0)"), run.reasons
     new, eager = torch.tensor([[1, 1], [1, 9]]), torch.ones(2, 2)
     assert compare(new, eager, None, 1e-4).worst_of(new, eager) == ([1, 1], 9, 1)
-
-
-# The two gates and their helpers
 
 
 def errors(most: list, squares: list) -> Errors:
@@ -399,9 +365,6 @@ def test_precision_sets_all_switches():
         set_precision(level)
         assert torch.get_float32_matmul_precision() == level
         assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == tf32
-
-
-# Timing
 
 
 def samples_of(**ms) -> Samples:
@@ -594,9 +557,6 @@ def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
     assert any(note.startswith("the host takes longer to launch a call") for note in run.notes)
 
 
-# The floor
-
-
 @pytest.mark.parametrize(
     ("name", "gigabytes", "gigaflop"),
     [
@@ -669,9 +629,6 @@ def test_the_shapes_to_sweep_are_the_models(name):
     works = [roofline.count_work(problem, problem.batch, torch.float32, False) for problem in problems]
     sizes = [flops or nbytes for nbytes, flops in works]
     assert len(works) >= 12 and max(sizes) >= 1000 * min(sizes)
-
-
-# The command line
 
 
 def test_discovers_what_both_folders_have(tmp_path):

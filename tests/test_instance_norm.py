@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, laid
-from cases import Case, build, each, gpu, in_dtype
+from cases import SINGLE_AND_LOW, Case, build, each, gpu, in_dtype
 from test_gradients import both_ways, gradients
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -35,16 +35,15 @@ def case_of(images: int, height: int, width: int) -> Case:
 
 EVERY_SIZE = [case_of(*shape) for shape in SIZES]
 EVERY_KIND = [case_of(*shape) for shape in KINDS]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@each(EVERY_SIZE, DTYPES, ["contiguous", "offset by one element"], most_on_cpu=2e4)
+@each(EVERY_SIZE, SINGLE_AND_LOW, ["contiguous", "offset by one element"], most_on_cpu=2e4)
 def test_every_kernel_is_as_accurate_as_eager(case, dtype, layout, device):
     assert_as_accurate_as_eager(both_ways, draws(case, device, dtype, laid(layout)))
 
 
 @gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=in_dtype)
+@pytest.mark.parametrize("dtype", SINGLE_AND_LOW, ids=in_dtype)
 def test_slices_that_no_chip_holds(dtype):
     """In both directions. In float64 eager's own drift over as many values is larger than ours."""
     case = Case(STEM, "one slice of 4399 x 4401", (1,), ((1, 1, 4399, 4401),))
@@ -66,7 +65,7 @@ CHANGES = {
 }
 
 
-@each(EVERY_KIND, DTYPES, most_on_cpu=3e4)
+@each(EVERY_KIND, SINGLE_AND_LOW, most_on_cpu=3e4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_badly_scaled_values(case, dtype, change, device):
     def changed(model, new, inputs):
@@ -80,7 +79,7 @@ def test_badly_scaled_values(case, dtype, change, device):
     assert_as_accurate_as_eager(functools.partial(both_ways, lay=lay), draws(case, device, dtype, changed), roundings=2)
 
 
-@each(EVERY_KIND, DTYPES)
+@each(EVERY_KIND, SINGLE_AND_LOW)
 def test_equal_values_leave_nothing(case, dtype, device):
     """Their mean is one of them, to the last bit."""
     if device.type == "cpu" and dtype is not torch.float32:

@@ -53,9 +53,6 @@ BENCHMARKS = for_each_file([rows(1024, 8192, 8192), groups(32768, 4096, 1024)])
 trained = pytest.mark.parametrize("case", TRAINED, ids=str)
 
 
-# ---- the product alone, by what x and W hold
-
-
 def of_rows(t, most: int):
     """A power of two for each row."""
     return 2.0 ** torch.randint(-most, most + 1, (t.shape[0], 1), device=t.device)
@@ -147,9 +144,6 @@ def test_one_bad_row_spoils_no_other():
     assert worst(ours, right, terms) <= 2 * worst(eager, right, terms)
 
 
-# ---- the networks, forward
-
-
 @on_hopper
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
@@ -185,9 +179,6 @@ def test_what_is_not_finite_stays_where_the_model_has_it(case, dtype, value):
         for name, own in found.items():
             assert torch.equal(own.isfinite(), expected[name].isfinite()), f"{name}, {place}"
         assert torch.equal(found["output"].isnan(), expected["output"].isnan()), place
-
-
-# ---- the networks, backward
 
 
 def ours_eagers_and_right(case: Case, change=lambda x, w: None) -> tuple[dict, dict, dict]:

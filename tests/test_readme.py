@@ -70,7 +70,6 @@ def f():
     return "#"
 '''
 
-
 COMMENTS = {"# one": "# eins", "// two": "// zwei", "A file.": "Two\nlines.", "What f does.": "Nothing.", "\n\n": "\n"}
 CHANGES = {"X = 1": "X = 2", "int i = 2": "int i = 3", '"//"': '"/"', '"#"': '""'}
 

@@ -42,9 +42,6 @@ def losses_of(module, batches: Iterable, optimizer, loss_of: Callable = loss_of)
     return losses
 
 
-# ---- optimisers
-
-
 @learning_cases
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
@@ -66,9 +63,6 @@ def test_compiled_once_for_all_steps(case, device):
     theirs, ours = (losses_of(m, steps, adam(m.parameters(), lr=0.01)) for m in (model, compiled))
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert counter.frame_count == 1
-
-
-# ---- mixed precision
 
 
 @first_cases
@@ -112,9 +106,6 @@ def test_gradient_scaling(case, device):
     assert ours == pytest.approx(theirs, rel=2e-3)
 
 
-# ---- activation checkpointing
-
-
 def output_and_gradients(new, inputs, reentrant: bool | None) -> list[torch.Tensor]:
     """The output and the gradients of inputs and parameters; None: without a checkpoint."""
     leaves = [t.clone().requires_grad_() for t in inputs]
@@ -132,9 +123,6 @@ def test_activation_checkpointing(case, reentrant, device):
     _, new, inputs = build(case, device)
     results = [output_and_gradients(new, inputs, way) for way in (None, reentrant)]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
-
-
-# ---- parametrised weights
 
 
 class Softplus(nn.Module):
@@ -192,9 +180,6 @@ def test_parametrized_weights(case, way, device):
         torch.testing.assert_close(new.eval()(*inputs), model.eval()(*inputs), rtol=1e-3, atol=1e-3)
 
 
-# ---- transforms of functions
-
-
 @first_cases
 def test_per_sample_gradients(case, device):
     """vmap over grad: of the parameters and of the inputs, for each sample alone."""
@@ -241,9 +226,6 @@ def test_an_ensemble_by_vmap(case, recorded, device):
 
     with torch.set_grad_enabled(recorded):
         torch.testing.assert_close(ensemble(new), ensemble(model), rtol=1e-4, atol=1e-4)
-
-
-# ---- CUDA graphs
 
 
 @gpu

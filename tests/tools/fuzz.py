@@ -34,8 +34,7 @@ from processes import visible_gpus
 from test_gradients import ROUNDINGS, differentiable
 from workers import in_processes
 
-# ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors are made of.
-
+# Of shapes. Sizes stand around the powers of two that vectors are made of.
 SIZES = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65]
 BATCHES = [0, 1, 1, 2, 2, 3, 4, 5, 9]
 HOPPERS = 0.9  # of the shapes for a file of kernels/hopper, the share drawn from what its operators take
@@ -124,8 +123,6 @@ SHAPES = {
     "conv_sigmoid_group_norm": convolved,
 }
 
-# ---- values, from standard normal ones in float64; what does not fit the dtype is cut to its largest number
-
 
 def with_some(value: float) -> Callable:
     """One to three of the elements replaced."""
@@ -139,6 +136,7 @@ def with_some(value: float) -> Callable:
     return replaced
 
 
+# From standard normal values in float64; what does not fit the dtype is cut to its largest number.
 VALUES: dict[str, Callable] = {
     "ordinary": lambda z, info, r: z,
     "uniform": lambda z, info, r: torch.special.ndtr(z),
@@ -158,7 +156,6 @@ VALUES: dict[str, Callable] = {
     "with -Inf": with_some(-torch.inf),
 }
 
-
 # Of equal values float64's own result is the rounding of their mean, and nothing finer tells how large it may be; they
 # are left to tests/test_forward.py, which knows; and their gradients to nobody. Whether a huge one overflows is luck.
 EQUAL = ["zero", "constant", "of tiny variance", "subnormal"]
@@ -169,9 +166,6 @@ def drawn(kind: str, like: torch.Tensor, r: random.Random) -> torch.Tensor:
     info = torch.finfo(like.dtype)
     values = VALUES[kind](torch.randn(like.shape, dtype=torch.float64), info, r)
     return torch.where(values.isinf(), values, values.clamp(-info.max, info.max)).to(like)
-
-
-# ---- memory
 
 
 def placed(t: torch.Tensor, r: random.Random) -> torch.Tensor:
@@ -195,9 +189,6 @@ def moved(t: torch.Tensor, device) -> torch.Tensor:
     everything = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
     there = everything.to(device, non_blocking=True).as_strided(t.shape, t.stride(), t.storage_offset())
     return torch._neg_view(there) if t.is_neg() else there
-
-
-# ---- cases
 
 
 @torch.no_grad()

@@ -46,7 +46,6 @@ LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
 GRACE = 30  # seconds in which the last call may end
 REACHED = "reached all kernels"
 
-
 drawn = functools.cache(build)  # to draw the weights takes longer than most calls
 
 

@@ -32,7 +32,6 @@ DIRECTIONS = {
     "forward_recorded": "forward, gradients recorded",
     "forward_backward": "forward + backward",
 }
-STRICT = "float32", "highest"
 
 
 def pair_of(name: str) -> str:
@@ -94,12 +93,12 @@ def ladder_table(pair: str) -> str:
 
     A row that was measured elsewhere says where.
     """
-    columns = {"forward": STRICT, "forward_backward": STRICT, "bfloat16": ("bfloat16", "highest")}
+    columns = [("forward", "float32"), ("forward_backward", "float32"), ("forward", "bfloat16")]
 
     def cells(runs: list[dict], contender: str) -> list[str]:
         found = []
-        for column, (dtype, precision) in columns.items():
-            run = find(runs, "forward" if column == "bfloat16" else column, dtype, precision)
+        for direction, dtype in columns:
+            run = find(runs, direction, dtype)
             ms = run["ms"] if run else {}
             factor = f" ({ms['eager'] / ms[contender]:.1f}x)" if contender in ms and contender != "eager" else ""
             found.append(f"{ms[contender]:.3g}{factor}" if contender in ms else "-")
