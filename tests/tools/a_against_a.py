@@ -23,16 +23,11 @@ def main(runs: int = 100, seconds: float = 0.1, name: str = "linear_swish_group_
     problem = Problem(ROOT / "models" / f"{name}.py")
     batch = problem.on_cpu["batch_size"] * 4 if DEVICE == "cuda" else problem.on_cpu["batch_size"] // 4
     verdicts, disturbed, ratios, start_of_all = Counter(), 0, [], time.perf_counter()
-
-    def start(contest: Contest) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(contest.contenders({"new": None, "eager": None}))
-        return stack
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for begin in range(0, runs, AT_ONCE):
-            contests = [Contest(problem, batch) for _ in range(begin, min(runs, begin + AT_ONCE))]
-            started = list(pool.map(start, contests))
+    for begin in range(0, runs, AT_ONCE):
+        contests = [Contest(problem, batch) for _ in range(begin, min(runs, begin + AT_ONCE))]
+        contenders = [contest.contenders({"new": None, "eager": None}) for contest in contests]
+        with ThreadPoolExecutor(AT_ONCE) as pool, ExitStack() as started:
+            list(pool.map(started.enter_context, contenders))
             for run, contest in enumerate(contests, begin + 1):
                 samples = contest.measure(seconds)
                 ratio, (low, high) = bench.speedup(samples, "eager", DEVICE)
@@ -42,7 +37,6 @@ def main(runs: int = 100, seconds: float = 0.1, name: str = "linear_swish_group_
                 ratios.append(abs(ratio - 1))
                 hidden = bench.hidden_time(samples, DEVICE) or ""
                 print(f"{run:4} {ratio:.4f} [{low:.4f}, {high:.4f}] {verdict} {hidden}", file=sys.stderr, flush=True)
-            list(pool.map(ExitStack.close, started))
     ratios.sort()
     held, most = verdicts[bench.AMBIGUOUS], ratios[int(0.95 * runs) - 1]
     print(f"{held} of {runs} intervals hold 1.0 ({dict(verdicts)});")
