@@ -69,8 +69,7 @@ def poisoned(which: int, value: float, *positions: float) -> Callable:
     def change(model, new, inputs):
         for module in (model, new):
             values = [*inputs, *module.parameters()][which].data.view(-1)
-            for position in positions:
-                values[int(position * (len(values) - 1))] = value
+            values[[int(position * (len(values) - 1)) for position in positions]] = value
         return inputs
 
     return change

@@ -20,7 +20,6 @@ from cases import (
     each,
     first_cases,
     for_each_file,
-    gpu,
     solution,
 )
 from processes import run_python
@@ -216,7 +215,7 @@ def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_pat
 LARGE = for_each_file([rows(1024, 1024, 1024), groups(1024, 1024, 1024)])  # the smallest that kernels/hopper takes
 
 
-@gpu
+@pytest.mark.gpu
 @strict_or_not
 @pytest.mark.parametrize("case", LARGE, ids=str)
 @torch.no_grad()

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward, in_both, poisoned, same_kinds
-from cases import COMPILED, STEMS, Case, build, for_each_file, gpu, in_float64
+from cases import COMPILED, STEMS, Case, build, for_each_file, in_float64
 from test_gradients import ROUNDINGS, both_ways, gradients
 
 STEM = "conv_sigmoid_group_norm"
 HOPPER = f"hopper/{STEM}"
-pytestmark = [gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
 
 
 def case(name: str, samples: int, channels: int, height: int, width: int, size, groups: int, of_group: int) -> Case:

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, laid
-from cases import SINGLE_AND_LOW, Case, build, each, gpu, in_dtype
+from cases import SINGLE_AND_LOW, Case, build, each, in_dtype
 from test_gradients import both_ways, gradients
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -42,7 +42,7 @@ def test_every_kernel_is_as_accurate_as_eager(case, dtype, layout, device):
     assert_as_accurate_as_eager(both_ways, draws(case, device, dtype, laid(layout)))
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", SINGLE_AND_LOW, ids=in_dtype)
 def test_slices_that_no_chip_holds(dtype):
     """In both directions. In float64 eager's own drift over as many values is larger than ours."""
@@ -114,7 +114,7 @@ def test_not_a_number_stays_in_its_slice(case, dtype, where, value, device):
     assert torch.equal(got, clean)
 
 
-@gpu
+@pytest.mark.gpu
 def test_the_input_alone_is_saved():
     _, new, inputs = build(case_of(3, 8, 8), "cuda")
     x, saved = inputs[0].requires_grad_(), []

@@ -7,12 +7,12 @@ of the shapes here; elsewhere the same tests hold ATen's product to the same bou
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import ON_HOPPER, STEMS, Case, build, for_each_file, gpu, solution
+from cases import ON_HOPPER, STEMS, Case, build, for_each_file, solution
 from test_gradients import both_ways, gradients
 from torch import nn
 
 PAIRS = [stem for stem in ("linear_instance_norm_residual", "linear_swish_group_norm") if stem in STEMS]
-pytestmark = [gpu, pytest.mark.skipif(len(PAIRS) < 2, reason="the two linear pairs are not both here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(len(PAIRS) < 2, reason="the two linear pairs are not both here")]
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="for sm_90")
 tf32 = pytest.mark.parametrize("tf32", [False, True], ids=["strict", "TF32 allowed"])

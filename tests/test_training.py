@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from cases import build, captured, converted, first_cases, gpu, in_dtype, learning_cases
+from cases import build, captured, converted, first_cases, in_dtype, learning_cases
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -228,7 +228,7 @@ def test_an_ensemble_by_vmap(case, recorded, device):
         torch.testing.assert_close(ensemble(new), ensemble(model), rtol=1e-4, atol=1e-4)
 
 
-@gpu
+@pytest.mark.gpu
 @learning_cases
 def test_a_whole_training_step_in_a_cuda_graph(case):
     """Forward, backward and the optimiser's step, captured once and replayed on new inputs: the Model's losses."""
