@@ -154,7 +154,6 @@ FIRST = [next(case for case in CASES if case.stem == stem) for stem in STEMS]  #
 
 first_cases = pytest.mark.parametrize("case", FIRST, ids=str)
 learning_cases = pytest.mark.parametrize("case", [case for case in FIRST if case.stem != "instance_norm"], ids=str)
-compiled_cases = pytest.mark.parametrize("case", [case for case in FIRST if case.stem in COMPILED], ids=str)
 QUICKEST = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])  # to build
 
 # How a tensor can lie in memory; each keeps the shape and dtype.

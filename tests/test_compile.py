@@ -6,29 +6,16 @@ import logging
 import pytest
 import torch
 from accuracy import assert_same_form
-from cases import (
-    CASES,
-    COMPILED,
-    FIRST,
-    LAYOUTS,
-    PORTABLE,
-    ROOT,
-    Recorder,
-    build,
-    compiled_cases,
-    converted,
-    each,
-    first_cases,
-    for_each_file,
-    solution,
-)
+from cases import CASES, COMPILED, FIRST, LAYOUTS, PORTABLE, Recorder, build, converted, each, first_cases, solution
 from processes import run_python
-from test_linear_products import groups, rows
+from test_linear_products import SMALLEST
 from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 SINGLE = [torch.float32]
+COMPILED_CASES = [case for case in FIRST if case.stem in COMPILED]
+compiled_cases = pytest.mark.parametrize("case", COMPILED_CASES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +80,7 @@ def test_inductor(case, device):
         close(step(compiled(new, "inductor"), inputs), step(new, inputs), 1e-4)
 
 
-@each([case for case in FIRST if case.stem in COMPILED], SINGLE, [name for name in LAYOUTS if name != "negated lazily"])
+@each(COMPILED_CASES, SINGLE, [name for name in LAYOUTS if name != "negated lazily"])
 def test_compiled_output_has_eagers_strides(case, dtype, layout, device):
     """A fake kernel that promises other strides than the real one gives wrong answers in the graph around it. What is
     negated lazily dynamo itself does not take."""
@@ -168,7 +155,7 @@ def test_exported_with_gradients_on_a_cpu_a_program_holds_the_models_layers(case
 
 
 SIDES = {"of a range": {"min": 4, "max": 512}, "found by PyTorch": None}
-IMAGES = [case for case in FIRST if case.stem in COMPILED and len(case.shapes[0]) == 4]
+IMAGES = [case for case in COMPILED_CASES if len(case.shapes[0]) == 4]
 
 
 @strict_or_not
@@ -209,15 +196,12 @@ def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_pat
     options = {"package_path": str(tmp_path / "package.pt2"), "inductor_configs": AOT_OPTIONS}
     package = torch._inductor.aoti_compile_and_package(program, **options)
     torch.save([(inputs, new(*inputs))], tmp_path / "check.pt")
-    run_python(AOT_SCRIPT, ROOT / "kernels" / f"{case.stem}.py", package, tmp_path / "check.pt", cwd=tmp_path)
-
-
-LARGE = for_each_file([rows(1024, 1024, 1024), groups(1024, 1024, 1024)])  # the smallest that kernels/hopper takes
+    run_python(AOT_SCRIPT, solution(case.stem).__file__, package, tmp_path / "check.pt", cwd=tmp_path)
 
 
 @pytest.mark.gpu
 @strict_or_not
-@pytest.mark.parametrize("case", LARGE, ids=str)
+@pytest.mark.parametrize("case", SMALLEST, ids=str)
 @torch.no_grad()
 def test_exported_with_any_batch(case, strict):
     """Where the operator takes some batches only, no batch is refused."""
@@ -233,7 +217,7 @@ def recorded_calls(stem: str, device) -> list[tuple]:
     """The operator calls of a forward and backward of every small case of this file, with its plain and odd layouts."""
     cases = [case for case in CASES if case.stem == stem and case.values < 2e4]
     if stem not in PORTABLE:
-        cases += [case for case in LARGE if case.stem == stem]
+        cases += [case for case in SMALLEST if case.stem == stem]
     with Recorder(stem) as recorder:
         for case in cases:
             for layout in ("contiguous", "transposed", "channels_last"):

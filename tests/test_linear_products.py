@@ -49,6 +49,7 @@ TRAINED = for_each_file([  # the backward's product is ours, or just not
     groups(4099, 4160, 132, 32),
 ])
 # fmt: on
+SMALLEST = for_each_file([rows(1024, 1024, 1024), groups(1024, 1024, 1024)])  # that kernels/hopper takes
 BENCHMARKS = for_each_file([rows(1024, 8192, 8192), groups(32768, 4096, 1024)])
 trained = pytest.mark.parametrize("case", TRAINED, ids=str)
 
