@@ -172,11 +172,11 @@ __device__ __forceinline__ int scale_exponent(float largest) {
 }
 // Stores the pieces of two neighbouring scaled values, k and k + 1 of their row, k even.
 template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t k, float first, float second) {
-    constexpr int kTerms = kLine / PIECES;
+    constexpr int kValues = kLine / PIECES;
     const __half2 hi = __floats2half2_rn(first, second);
-    auto* const to = reinterpret_cast<__half2*>(row + k / kTerms * kLine + k % kTerms);
+    auto* const to = reinterpret_cast<__half2*>(row + k / kValues * kLine + k % kValues);
     to[0] = hi;
-    if (PIECES == 2) to[kTerms / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
+    if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
 }
 // Splits rows of k values: first the m of x, then those of W. Of row r it stores the pieces, the inverse of its scale,
 // unscale[r], and doubt[r]. Block r finds the row's largest value, then splits the row. In between, each of its at most
@@ -338,13 +338,13 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTile
 // The column of sum j of the 16 that a thread has of a row. `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. Every `interval` lines a row's
-// accumulators, times scales[line / kScaleLines * scales_pitch + row], are added to its sums; with scales_pitch 0 a row
-// has one scale. At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
+// accumulators, times unscale[line / kScaleLines * unscale_pitch + row], are added to its sums; with unscale_pitch 0 a
+// row has one scale. At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
 // C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four
 // rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
-    multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ scales,
-        int scales_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
+    multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
+        int unscale_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
@@ -353,9 +353,9 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
     // Tiles are taken in bands of kBand rows of tiles, a band column by column, so that L2 still has their operands.
     const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
-    const int band = blockIdx.x / (kBand * across) * kBand, inside = blockIdx.x % (kBand * across);
-    const int height = min(kBand, down - band);
-    const int tile_row = (band + inside % height) * kTileRows, tile_column = inside / height * kTileColumns;
+    const int first_band_row = blockIdx.x / (kBand * across) * kBand, in_band = blockIdx.x % (kBand * across);
+    const int height = min(kBand, down - first_band_row);
+    const int tile_row = (first_band_row + in_band % height) * kTileRows, tile_column = in_band / height * kTileColumns;
     Copies<MN_MAJOR> copies(a, b, tile_row, tile_column, n, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
@@ -381,7 +381,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = min(tile_row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            scale[i] = scales[int64_t(line / kScaleLines) * scales_pitch + row];
+            scale[i] = unscale[int64_t(line / kScaleLines) * unscale_pitch + row];
         }
         const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
@@ -435,15 +435,15 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + bias, in an epilogue. All lanes of a warp must call finish, as they
-// compute doubtful sums together.
+// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue. All lanes of a warp must call to_h: they compute
+// doubtful sums together.
 struct Linear {
-    const float *x, *weight, *bias;
+    const float *x, *weight, *bias;  // the linear layer's
     int m, n, k;
     float *unscale, *doubt;  // of x's rows, then of W's
     // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
     // that of W's.
-    __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
+    __device__ __forceinline__ void to_h(int row, int column, float (&v)[4][16]) const {
         uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is doubtful
         float unscale_x[4], doubt_x[4];
 #pragma unroll
@@ -494,14 +494,14 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     return cudaGetLastError();
 }
 template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Operand& a, const Operand& b,
-    const float* scales, int64_t scales_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    const float* unscale, int64_t unscale_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
     // The interval is kScaleLines at most, as the scale may change after these.
     const int lines = int(pitch_of(k, 2) / kLine), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, interval, epilogue);
+    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, unscale, int(unscale_pitch), int(n), lines, interval, epilogue);
 }
 // Splits x (m, k) and W, `rows` rows in all. To `scales` it writes the inverses of their scales, then their doubts.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
@@ -510,7 +510,7 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
     while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
     split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
 }
-// Computes h = x W^T + bias and calls the epilogue with it. Writes scales and doubts to where epilogue.linear points.
+// Computes h = x W^T + b and calls the epilogue with it. Writes scales and doubts to where epilogue.linear points.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const Linear& linear = epilogue.linear;
     const int64_t pitch = pitch_of(linear.k, 2);
@@ -534,16 +534,16 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
 //     B, split         W (n, k)                      x (m, k)
-//     A's scales       [n / 128, rounded up][m]      [m / 128, rounded up][n]
+//     unscale_a        [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows and columns of G that a block owns
 static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
 constexpr int kPitch = kSide + 1;  // floats per row in shared memory: odd, so that a column has no bank conflicts
 constexpr int kSplitThreads = 256;
 // A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A,
-// and each lane has two neighbours of every 32 values. They multiply the row by `factors`, the inverses of the scales
-// of the K rows of B, and store its pieces and the inverse of its own scale.
+// and each lane has two neighbours of every 32 values. They multiply the row by `unscale_b`, the inverses of the scales
+// of the K rows of B, and store its pieces and, to `unscale_a`, the inverse of its own scale.
 __global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __restrict__ g, int m, int n,
-    bool of_weight, const float* __restrict__ factors, __half* __restrict__ pieces, float* __restrict__ scales) {
+    bool of_weight, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
     extern __shared__ float values[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
 #pragma unroll 8
@@ -563,7 +563,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __r
 #pragma unroll
         for (int j = 0; j < kSide / 16; ++j) {
             const int at = j / 2 * 32 + lane * 2 + j % 2;
-            const float factor = first_k + at < terms ? factors[first_k + at] : 0;
+            const float factor = first_k + at < terms ? unscale_b[first_k + at] : 0;
             v[j] = values[i * next_row + at * next_k] * factor;
             largest = fmaxf(largest, finite_magnitude(v[j]));
         }
@@ -575,7 +575,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __r
             const int at = first_k + j / 2 * 32 + lane * 2;
             if (2 * at < pitch) store_pieces<2>(pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
         }
-        if (lane == 0) scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue that stores C as it is
@@ -588,17 +588,17 @@ struct StoreProduct {  // the epilogue that stores C as it is
 // dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The rest is scratch memory for
 // the pieces and scales of A and B.
 extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
-    float* scales_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    float* unscale_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
     __half *const of_a = static_cast<__half*>(pieces_a), *const of_b = static_cast<__half*>(pieces_b);
     launch_split<2>(other, nullptr, terms, terms, k, of_b, scales_b, stream);
     constexpr int kBytes = kSide * kPitch * int(sizeof(float));
     cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, int(m), int(n), of_weight, scales_b, of_a, scales_a);
+    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, int(m), int(n), of_weight, scales_b, of_a, unscale_a);
     const Operand a = {of_a, int(rows), pitch_of(terms, 2)}, b = {of_b, int(terms), pitch_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    launch_multiply<true>(a, b, scales_a, rows, k, terms, epilogue, stream);
+    launch_multiply<true>(a, b, unscale_a, rows, k, terms, epilogue, stream);
     return cudaGetLastError();
 }
 
@@ -625,9 +625,9 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
 // `lanes` neighbouring lanes hold one group of a row, COUNT values v = activation(h) + bias each. Subtracts the group's
-// mean from v. The normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
+// mean from v. The normalised values are then v * rstd + shift, where shift makes up for the rounding of the mean.
 template <int COUNT> __device__ __forceinline__ void center_group(
-    float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
+    float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
     const float share = 1.0f / (lanes * COUNT);  // a factor of each term of the mean: their plain sum could overflow
     float mean = 0, rest = 0, squares = 0;
 #pragma unroll
@@ -641,19 +641,19 @@ template <int COUNT> __device__ __forceinline__ void center_group(
     }
     squares = reduce(squares, lanes, Sum()) * share;
     rest = reduce(rest, lanes, Sum()) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;  // an infinite rest would make scale NaN, and it is to be 0
-    scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
-    shift = -rest * scale;
+    if (isinf(squares)) rest = 0;  // an infinite rest would make rstd NaN, and it is to be 0
+    rstd = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
+    shift = -rest * rstd;
 }
 // Turns h of one row's group into the network's output. bias, gamma and beta are those of the values' columns.
 template <int COUNT> __device__ __forceinline__ void finish_group(float (&v)[COUNT], const float (&bias)[COUNT],
     const float (&gamma)[COUNT], const float (&beta)[COUNT], int lanes, float eps) {
-    float scale, shift;
+    float rstd, shift;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) v[i] = activation(v[i]) + bias[i];
-    center_group(v, lanes, eps, scale, shift);
+    center_group(v, lanes, eps, rstd, shift);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], scale, shift), gamma[i], beta[i]);
+    for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], rstd, shift), gamma[i], beta[i]);
 }
 // The epilogue of the product. With `out` it is used only for groups of 64: four neighbouring lanes hold one.
 struct StoreSwishGroupNorm {
@@ -663,7 +663,7 @@ struct StoreSwishGroupNorm {
     float eps;
     __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
         const int m = linear.m, n = linear.n;
-        linear.finish(row, column, v);
+        linear.to_h(row, column, v);
         if (h != nullptr) store_values(h, row, column, m, n, v);
         if (out == nullptr) return;
         float bias_at[16], gamma_at[16], beta_at[16];
@@ -748,13 +748,13 @@ template <typename T> __global__ void __launch_bounds__(256)
 template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T, 4>& h, const Pack<T, 4>& grad,
     const Pack<T, 4>& bias, const Pack<T, 4>& gamma, int lanes, float eps, float (&g)[4], float (&sums)[4][4]) {
     const float share = 1.0f / (4 * lanes);
-    float z[4], scale, shift, of_d = 0, of_dz = 0;
+    float z[4], rstd, shift, of_d = 0, of_dz = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i] = activation(to_float(h.value[i])) + to_float(bias.value[i]);
-    center_group(z, lanes, eps, scale, shift);
+    center_group(z, lanes, eps, rstd, shift);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        z[i] = fmaf(z[i], scale, shift);
+        z[i] = fmaf(z[i], rstd, shift);
         g[i] = to_float(grad.value[i]);
         sums[2][i] = fmaf(g[i], z[i], sums[2][i]);
         sums[3][i] += g[i];
@@ -766,7 +766,7 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
     of_dz = reduce(of_dz, lanes, Sum()) * share;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float of_v = scale * (g[i] - of_d - z[i] * of_dz);
+        const float of_v = rstd * (g[i] - of_d - z[i] * of_dz);
         g[i] = of_v * activation_slope(to_float(h.value[i]));
         sums[0][i] += g[i];
         sums[1][i] += of_v;
@@ -858,14 +858,14 @@ extern "C" int launch_finish(int dtype, const void* h, const void* bias, const v
             as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V));
     });
 }
-extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kRowsOfSums); }
+extern "C" int64_t partials_count(int64_t m) { return divide_up(m, kRowsOfSums); }
 // Writes G to g, and to `sums` (4, n) the gradients of the linear bias, bias, gamma and beta.
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        const dim3 blocks(unsigned(partial_sums(m)), unsigned(divide_up(n, 128)));
+        const dim3 blocks(unsigned(partials_count(m)), unsigned(divide_up(n, 128)));
         group_gradients<T><<<blocks, 256, 0, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
             int(n / groups / 4), eps, static_cast<T*>(g));
         add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(
@@ -901,7 +901,7 @@ at::Tensor gradient_meta(const at::Tensor& g, const at::Tensor& other, bool of_w
 
 #ifdef WITH_CUDA
 extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
-    float* scales_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+    float* unscale_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -927,10 +927,10 @@ at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_w
     check_product(g, m, n, k);
     const int64_t rows = out.size(0), terms = other.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
-    const at::Tensor scales_a = at::empty({(terms + 127) / 128, rows}, g.options());
+    const at::Tensor unscale_a = at::empty({(terms + 127) / 128, rows}, g.options());
     const at::Tensor scales_b = at::empty({2, terms}, g.options());
     check_launch(launch_gradient(of_weight, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
-        floats(scales_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
+        floats(unscale_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
     return out;
 }
 #endif
@@ -1008,7 +1008,7 @@ extern "C" int launch_product(const float* x, const float* weight, const float* 
     int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
-extern "C" int64_t partial_sums(int64_t m);
+extern "C" int64_t partials_count(int64_t m);
 extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 
@@ -1065,7 +1065,7 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, 
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0, "rows");
     check_groups(n, groups);
-    const at::Tensor partials = at::empty({partial_sums(m), 4, n}, h.options().dtype(at::kFloat));
+    const at::Tensor partials = at::empty({partials_count(m), 4, n}, h.options().dtype(at::kFloat));
     check_launch(launch_gradients(kernel_dtype(h), aligned_grad.data_ptr(), aligned_h.data_ptr(),
         aligned_bias.data_ptr(), aligned_gamma.data_ptr(), floats(partials), g.data_ptr(), sums.data_ptr(), m, n,
         groups, float(eps), current_stream()));
@@ -1236,7 +1236,7 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     if not isinstance(x, torch.Tensor) or not _is_plain(linear, nn.Linear) or linear.bias is None or x.dim() != 2:
         return False
     weight, bias = linear.weight, linear.bias
-    return weight.shape == (len(bias), x.shape[1]) and _are_plain(x, weight, bias)
+    return weight.shape == (*bias.shape, x.shape[1]) and _are_plain(x, weight, bias)
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
@@ -1324,14 +1324,14 @@ class LinearSwishGroupNorm(torch.autograd.Function):
     """The whole network, on a GPU. Second derivatives are ATen's."""
 
     @staticmethod
-    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, by_pieces, tf32):
-        if by_pieces:
+    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, fused, tf32):
+        if fused:
             out, h = _operators.forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
         else:
             h = nn.functional.linear(x, weight, linear_bias)
             out = _operators.finish(h, bias, gamma, beta, groups, eps)
         ctx.save_for_backward(x, weight, linear_bias, bias, gamma, beta, h)
-        ctx.groups, ctx.eps, ctx.by_pieces = groups, eps, by_pieces and not tf32
+        ctx.groups, ctx.eps, ctx.by_pieces = groups, eps, fused and not tf32
         return out
 
     @staticmethod
@@ -1376,15 +1376,15 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
-        by_pieces = _is_large_layer(linear, x) and _pays(norm, x, linear.weight)
+        fused = _is_large_layer(linear, x) and _pays(norm, x, linear.weight)
         # Small layers that are not recorded are launched first, and checked later, in the last line.
-        whole = by_pieces or torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda
+        whole = fused or torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda
         if whole and _fits(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
             others = norm.num_groups, norm.eps
             if _is_recorded(*tensors) and x.shape[0] > 0:
-                return LinearSwishGroupNorm.apply(*tensors, *others, by_pieces, _allows_tf32())
-            if by_pieces:
+                return LinearSwishGroupNorm.apply(*tensors, *others, fused, _allows_tf32())
+            if fused:
                 return _operators.forward(*tensors, *others, _allows_tf32(), False)[0]
         if _is_upcast(linear, x) and _fits(norm, bias, x, len(linear.weight)):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
