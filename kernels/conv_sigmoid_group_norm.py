@@ -8,19 +8,21 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 `ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_usual` (layers without hooks, an eps of at
 least 1e-6), `_is_light` and `fits`. Our kernels take:
 
-    NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of at most 32 input channels, or 16 in a
-                    16-bit type; float32, float16, bfloat16, autocast; with gradients or without
+    NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of at most 32 input channels, or 16 if x
+                    has a 16-bit type; float32, float16, bfloat16, autocast; with gradients or without
     CPU, float32    without gradients; images of 128 pixels or more
     CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32
 
-PyTorch's operators take the rest; with gradients, the last line's types in float32 from 2048 values of x on.
+PyTorch's operators do the rest. With gradients on a CPU, they compute the types of the last line in float32 if x has
+2048 values or more: for fewer, converting them costs more than it saves.
 
-v stays in registers, so the forward writes out once, and reads x once for every 32 output channels. The convolution
-runs on tensor cores, as accurate as float32, on GPUs where these are much faster than float32 FMA instructions (compute
-capability 8.0, 9.0, 10.0, 10.3); compiled for others it uses FMA instructions. When gradients are wanted the forward
-saves x, the parameters, mean and rstd; the backward computes h again, then the gradients. Our kernels compute W's
-gradient with tensor cores and at most 8 input and 128 output channels, in float32 more accurately than PyTorch, and x's
-for 3x3 kernels and at least 4 input channels; else ATen does. Their results are the same bits each time.
+The forward keeps v in registers. It writes out once, and reads x once for every 32 output channels, or twice if it
+needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions (compute capability 8.0,
+9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other GPUs uses FMA. If gradients
+are wanted, the forward saves x, the parameters, mean and rstd. The backward computes h again, then the gradients. Our
+kernels compute W's gradient where they use tensor cores, for at most 8 input and 128 output channels; in float32 it is
+more accurate than PyTorch's. They compute x's for 3x3 kernels and at least 4 input channels. ATen computes the others.
+Our kernels' results are the same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile):
@@ -68,7 +70,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // The activation v of z = h * scale, and its gradient dv/dz. To change it, edit (1) `activation` and (2)
 // `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) this file's
 // counterpart in hopper/. Importing this file compares 1 to 3; harness.py finds a forgotten 4 or 5. The activation of
-// NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN, so use comparisons, as `v < 0 ? 0 : v`.
+// NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN, so use comparisons, such as `v < 0 ? 0 : v`.
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -97,20 +99,21 @@ __device__ __forceinline__ float activation_gradient(float z) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One kernel, three directions. A tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if
-// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads makes a tile. It
-// convolves stage by stage: a stage is the input channels, 8 at most, that lie in shared memory together. The block
-// keeps the values in registers, adds up what the statistics need, publishes these sums in global memory, waits until
-// all tiles of the sample have published theirs, and then computes its output. So out is written once, and x is read
-// once for every 32 output channels; only pixels at the edges of tiles are read by neighbouring tiles, too.
+// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads computes a tile. It
+// loads at most 8 input channels into shared memory, a stage, adds their products to the sums in registers, and loads
+// the next stage. Then it adds up what the statistics need, and publishes these sums: it writes them to global memory.
+// It waits until all tiles of the sample are published, and then computes its output from the values in its registers.
+// So it writes out once. It reads x once, with the pixels around the tile that the taps need, for all its channels.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
 //   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
-//   output       out = (v - mean) rstd gamma + beta      dh; parts of the vectors' and W's gradients  dx
+//   output       out = (v - mean) rstd gamma + beta      dh; partial sums of parameter gradients      dx
 //
 // Here bias is the sum of the convolution's and the network's, z = h scale, and g is the gradient of out. dx, dh, dz,
 // dW are the gradients of x, h, z and the convolution's weights. dx is the convolution of dh, with zeros around it, and
-// the weights rotated by 180 degrees.
+// the weights, rotated by 180 degrees, with input and output channels exchanged. In that direction dh is the code's
+// `x`, and its `out_channels` are x's channels.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
@@ -120,11 +123,11 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // are two launches: the first only publishes; the second repeats the convolution and computes the output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for one
-// only. Without tensor cores the gradient of x keeps two sets of sums in registers. And in float32 with 3x3 kernels and
-// at most 16 output channels a block takes 86 KiB of shared memory, too much for the 164 KiB of 8.0.
+// only. Without tensor cores the gradient of x keeps two sets of sums in registers. And with tensor cores in float32, a
+// block with 3x3 kernels and at most 16 output channels takes 86 KiB of shared memory: 8.0 has 164 KiB.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. All lanes of a warp
-// have the same four channels, and have these pixels of the tile:
+// have the same four channels. Each lane has four rows of two pairs of columns:
 //
 //   columns of the tile   0 1    2 3    ...   14 15    16 17    18 19   ...   30 31
 //   rows 0 to 3           lane 0      1 ...       7         0       1   ...       7
@@ -132,14 +135,14 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   rows 8 to 15          lanes 16 to 31, in the same way
 //
 // With tensor cores a thread's values are 32 pixels in each of two channels, o and o + 8. A warp has 16 channels of
-// four rows, and the instruction mma.sync decides which lane has which of these values:
+// four rows. The layout of mma.sync's result decides which lane has which of these values:
 //
 //   columns of each row   0 1    2 3    4 5    6 7    8 9    ...   30 31
 //   channels 0 and 8      lane 0     1      2      3      0  ...       3
 //   channels 1 and 9      lane 4     5      6      7      4  ...       7
 //
-// A comment that another way «takes 1.03 of the time» compares it with this code: measured in turns on an H200, in
-// float32, at the benchmark shapes.
+// A comment that another way «takes 1.03 of the time» means the whole kernel's time, divided by this code's. Both were
+// measured in turns on an H200, in float32, at the benchmark shapes.
 
 constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
     return capability == 80 || capability == 90 || capability == 100 || capability == 103;
@@ -147,7 +150,7 @@ constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
 #ifdef __CUDA_ARCH__
 constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr bool kTensor = false;  // The host does not use it, but asks each kernel what it was compiled for.
+constexpr bool kTensor = false;  // the host does not use it: it asks each kernel what it was compiled for
 #endif
 
 constexpr int kThreads = 256;                    // per block
@@ -162,25 +165,25 @@ constexpr int kRows = 4;                         // pixel rows per thread
 constexpr int kWarpRows = kTensor ? 4 : 16;      // pixel rows per warp
 constexpr int kPixels = kValues / kChannels;     // pixels per thread and channel
 constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
-constexpr int kChunk = 8;                       // pixels that a thread loads or stores at once
+constexpr int kChunk = 8;                       // pixels per load_pixels: the backward has no registers for 16
 constexpr int kMostOuts = 32;                    // output channels of a tile, at most
 constexpr int kStage = 8;                        // input channels of a stage, at most
 constexpr int kMostTaps = 9;                     // of a 3x3 kernel; a tap is one of its positions
-constexpr int kMostSets = 16;                    // stages whose weights can stay in shared memory, at most
+constexpr int kMostSets = 16;                    // stages that keep their weights in shared memory, at most
 constexpr int kColumns = 32;                     // pixel columns of a tile
 constexpr int kPairStep = kColumns / kPairs;     // columns from one of a thread's pairs to the next
-// Pixels from one line of x to the next in shared memory. A line is a row of x: the tile's columns, two more that the
-// taps of a 3x3 kernel need, and two of padding, against bank conflicts.
+// Pixels from one line of x to the next in shared memory. A line is a row of x: the tile's columns, two more that a 3x3
+// kernel needs, and two that are unused, against bank conflicts.
 constexpr int kPitch = kColumns + 4;
-constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`; padded, too
+constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`, 8 unused
 constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // of the staging memory of `write_rows`: 16 channels a warp
-constexpr int kLine = 32;  // each sample's counter has a cache line of 128 bytes of its own: 32 unsigned
+constexpr int kLine = 32;  // unsigned from one sample's counter to the next: a cache line each, 128 bytes
 
 enum Direction { kForward, kBackward, kInputGradient };
 // What a launch does: kSums publishes sums, kFinish computes the output from them, kWait does both, and waits between.
 enum Mode { kWait, kSums, kFinish };
 
-struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group; the mean, to about 48 bits, is mean + mean_lo
+struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group. mean + mean_lo has about 48 bits
 
 struct Arguments {
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
@@ -190,7 +193,7 @@ struct Arguments {
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
     double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
-    float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): partial sums of W's gradient, or null
+    float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): for W's gradient; or null
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16
     int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
@@ -200,7 +203,7 @@ struct Arguments {
     int tiles, items;  // tiles of a sample, and of all
     int parts;  // channel tiles that a group touches, at most
     int x_floats, weight_floats;  // floats of shared memory that a stage needs
-    // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. Then each
+    // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. If 0, each
     // stage of each tile loads its weights again.
     int weight_sets;
     Mode mode;
@@ -239,35 +242,35 @@ struct Shared {
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
     int offsets[kMostTaps + 1];  // see `multiply`
     float largest[kWarps];  // of a warp's values, in largest_of_block
-    float weight_units[kMostSets];  // of each stage's weights; a unit undoes a scaling, see `multiply`
+    float weight_units[kMostSets];  // the unit of each stage's weights, see `multiply`
     float largest_unit;  // backward: the largest unit of the tile's stages, for `recompute_in_float`
-    float x_unit;  // backward: of the tile's x
-    float channel_largest[kWarps][kStage];  // backward: the largest |x| of each channel that the warp received
-    Tile tiles[2];  // the one in work and the next
+    float x_unit;  // backward: the unit of the last stage's x, for `add_weight_gradient`
+    float channel_largest[kWarps][kStage];  // backward: of the x that the warp received, the largest |x| per channel
+    Tile tiles[2];  // this one and the next
 };
 
-// threadIdx.x, read anew at each use (`volatile`): else values derived from it stay in registers, and others spill.
+// threadIdx.x, read anew at each use (`volatile`). Else nvcc keeps values derived from it in registers, and spills.
 __device__ __forceinline__ unsigned read_thread() {
     unsigned thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// log2 of how many warps have the same channels, each with other rows: of kWarps kWarpChannels / p.outs.
+// log2(kWarps kWarpChannels / p.outs): of how many warps have the same channels, but other rows.
 __device__ __forceinline__ int sharing_warps_log2(const Arguments& p) { return (kTensor ? 7 : 5) - p.outs_log2; }
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
 struct Fragment {
     int channel, row, column;
     __device__ __forceinline__ explicit Fragment(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int sharing_log2 = sharing_warps_log2(p), index = warp & ((1 << sharing_log2) - 1);  // among these warps
+        const int sharing_log2 = sharing_warps_log2(p), index = warp & ((1 << sharing_log2) - 1);  // among these
         const int lanes = kColumns / 2 / kPairs;  // lanes side by side in a row
         channel = (warp >> sharing_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
         row = index * kWarpRows + (kTensor ? 0 : lane / lanes * kRows);
         column = lane % lanes * 2;
     }
 };
-// Where the thread's values of one tile lie in the output. Pixel i is in the thread's row i / (2 kPairs), and there in
-// column i % 2 of pair i / 2 % kPairs.
+// Where the thread's values of one tile lie in the output. Pixel i is column i % 2 of pair i / 2 % kPairs of the
+// thread's row i / (2 kPairs).
 struct Pixels {
     int channel, channels;  // the thread's first channel in the tile; number of output channels from there on
     int64_t first;  // index of pixel 0 of the first channel in `out`, `grad` and `dh`
@@ -321,7 +324,7 @@ __device__ __forceinline__ void store_packs(
         if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
 }
-// Loads or stores kChunk pixels, from `begin` on, of the thread's channel o; two at once if all pairs are aligned.
+// Loads or stores kChunk pixels, from `begin` on, of the thread's channel o; in pairs if all pairs are aligned.
 template <typename T>
 __device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kChunk]) {
     from += at.first + int64_t(o) * kChannelStep * at.plane;
@@ -336,17 +339,17 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The convolution. copy_x copies x to shared memory as (channel, line, column): all lines and columns that the tile's
-// pixels depend on; lines are kPitch apart. In float32 without tensor cores this is the `x` that is convolved. Else the
-// copy is `raw`, and receive_x makes `x` of it: floats or, with tensor cores, what `multiply` reads.
+// The convolution. copy_x copies all lines and columns of x that the tile's pixels depend on to shared memory, as
+// (channel, line, column); lines are kPitch apart. In float32 without tensor cores this copy is convolved. Else it is
+// called `raw`, and receive_x converts it to another, `x`: floats or, with tensor cores, what `multiply` reads.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) {
     return min(p.stage, p.in_channels - first);
 }
 
-// By a block: shares the packs, PACK neighbouring columns each, of `channels` channels among the threads, and calls
-// use(channel, line, column) for each pack of this thread. copy_x and receive_x get the same packs, so a thread reads
-// only what it copied itself, and no __syncthreads is needed in between.
+// By a block. A pack is PACK neighbouring columns. Distributes the packs of `channels` channels among the threads, and
+// calls use(channel, line, column) for each pack of this thread. In copy_x and receive_x a thread has the same packs:
+// it reads only what it copied itself, so no __syncthreads is needed in between.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
     constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // constants: other divisions are slow
@@ -369,9 +372,9 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
         ++line;
     }
 }
-// By a block: starts to copy the tile's part of x, of one stage's input channels from `first` on, to shared memory, and
-// zeros for what is outside x. From compute capability 8.0 on it uses cp.async and does not wait; but 16-bit values of
-// an odd width are copied one by one. With tensor cores each call of the lambda copies a pack of each channel.
+// By a block: copies the tile's part of x, of one stage's input channels from `first` on, to shared memory, and writes
+// zeros outside x. From compute capability 8.0 on it uses cp.async, of at least 4 bytes, and does not wait; it copies
+// 16-bit values of an odd width one by one. With tensor cores each call of the lambda copies a pack of each channel.
 template <typename T, int PACK>
 __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
@@ -397,8 +400,8 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
 template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a warp, with tensor cores: the largest of the lanes' values. None is negative, so their bits, read as whole
-// numbers, are in the values' order.
+// By a warp, with tensor cores: the largest of the lanes' values. None is negative, so comparing their bits as integers
+// compares the values.
 __device__ __forceinline__ float largest_of_warp(float value) {
 #if __CUDA_ARCH__ >= 800
     value = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(value)));
@@ -413,8 +416,8 @@ __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
     for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared.largest[warp]);
     return value;
 }
-// The power of two that brings `largest` to 2^13 or more, but below 2^14; 2^126 at most, because the inverse must be a
-// normal number. NaN if `largest` is infinite.
+// The power of two by which `largest` becomes 2^13 or more, but less than 2^14 (see `multiply`); 2^126 at most, so that
+// its inverse is a normal number. NaN if `largest` is infinite.
 __device__ __forceinline__ float scale_for(float largest) {
     constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // biased exponents; 14 gives 2^126
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
@@ -428,7 +431,7 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
     hi = __float2half_rn(v);
     lo = __float2half_rn(v - __half2float(hi));
 }
-// The same of two numbers at once, whose pieces share registers from the start.
+// The same of two numbers. Their pieces are packed into 32-bit registers: v's in the lower half, w's in the upper.
 __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& lo) {
     const __half2 high = __floats2half2_rn(v, w);
     const float2 widened = __half22float2(high);
@@ -437,9 +440,9 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
     lo = reinterpret_cast<const uint32_t&>(low);
 }
 
-// Waits for this thread's cp.async copies, converts them (16 bits to float; for tensor cores float32 to two pieces),
-// and stores them to x. Returns x's unit, see `multiply`. In the backward, with tensor cores, it also writes what W's
-// gradient needs: channel_largest and x_unit. Contains a __syncthreads if kTensor and T is float.
+// Waits for this thread's cp.async copies and stores them to x: without tensor cores 16-bit values as floats; with them
+// 16-bit values as they are, float32 ones as two pieces. Returns x's unit, see `multiply`. In the backward, with tensor
+// cores, it also writes channel_largest and x_unit. Contains a __syncthreads if kTensor and T is float.
 template <typename T, int PACK, Direction DIRECTION>
 __device__ __forceinline__ float receive_packs(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
@@ -505,7 +508,7 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
     }
     return unit;
 }
-// By pairs of columns, if the width is even: then all pairs are aligned.
+// In pairs of columns if the width is even: then all pairs are aligned.
 template <typename T>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* raw) {
     if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first, raw);
@@ -517,7 +520,8 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first, const 
                             : receive_packs<T, 1, DIRECTION>(p, first, raw, x, shared);
 }
 
-// The weight of output channel o, input channel `in` and a tap; for the gradient of x rotated by 180 degrees.
+// The weight of output channel o, input channel `in` and a tap. For the gradient of x o is one of W's input channels,
+// `in` one of its output channels, and the taps are in reverse order.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, int tap) {
     const int taps = p.kernel * p.kernel;
@@ -533,8 +537,8 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
     float unit = 1;
     if constexpr (kTensor) {
         const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
-        // Pair i is one 32-bit register of mma's operand A, of two weights, k = 0 and 1. A step has 128 such registers:
-        // 4 in each of 32 lanes. The layout is described at `multiply`.
+        // Pair i is one 32-bit register of mma's operand A: two weights, k = 0 and 1. Two taps of 16 output channels, a
+        // step, are 128 such registers: 4 in each of 32 lanes. `multiply` describes the layout.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % steps * 2 + i / 2 % 2;
             const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
@@ -572,8 +576,8 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
     return unit;
 }
 
-// By a thread, without tensor cores: adds the products of `channels` input channels. x points to the first input pixel
-// of the thread's first output pixel, weights to the thread's first output channel.
+// By a thread, without tensor cores: adds the products of `channels` input channels to `sum`. x points to the input
+// pixel of tap 0 of the thread's first output pixel, weights to the thread's first output channel.
 template <int K>
 __device__ __forceinline__ void accumulate(
     const Arguments& p, const float* x, const float* weights, int channels, float (&sum)[kChannels][kPixels]) {
@@ -631,7 +635,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_
             : "memory");
     }
 }
-// d += a b, for 16 channels and 8 pixels: 16 products are added to each element of d. If T is float, a and b are half.
+// d (16 x 8) += a (16 x 16) b (16 x 8). If T is float, the elements of a and b are half.
 template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -648,22 +652,23 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // By a warp, with tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. In each
 // step (two taps of kStage channels, mma's k = 16) a lane loads the weights of 16 output channels from shared memory,
 // then, for every 8 pixels, loads x by ldmatrix and multiplies. Tensor cores multiply 16-bit numbers exactly, and add
-// up the products in float32. float16 and bfloat16 are multiplied as they are, and mma adds to `sum` itself.
+// up the products in float32, but truncate the sums. With 16-bit types, mma adds the products to `sum` itself.
 //
 // A float32 number has 24 significant bits, a float16 has 11. So a float32 v is split into two float16 numbers, its
-// pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Then x w = hi hi' + hi lo' + lo hi': three
-// products. Tensor cores truncate their sums. So in each step the accumulators `part` start at zero, the small products
-// come first, and fmaf then adds `part` to `sum`, with rounding.
+// pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Then x w is about hi hi' + hi lo' + lo hi':
+// three products. In each step the accumulators `part` start at zero, mma adds the two products that contain a lo,
+// then hi hi', and fmaf adds `part` to `sum`, with rounding.
 //
-// A float16 is a multiple of 2^-24, and below 2^16. So the x of each stage of a tile is first scaled by a power of two,
-// which brings the largest to 2^13 or more, below 2^14; and so are each stage's weights. The inverses of these powers
-// are the units of x and of the weights. Their product is `unit`: a product of scaled numbers times `unit` is x w.
+// A float16 is a multiple of 2^-24, and below 2^16. So receive_x first multiplies the x of each stage of a tile by a
+// power of two, by which the largest |x| becomes 2^13 or more, but less than 2^14. load_weights does the same with each
+// stage's weights. x's unit and the weights' unit are the inverses of these powers; `unit` is the product of both. So x
+// times w is `unit` times the product of their scaled values.
 //
-// The product of two scaled numbers is wrong by less than 2^-21 of itself, and much less as a rule: by at most 2^-22
-// for lo lo', which is left out, and 2^-23 for the rounding of each lo. These errors are like float32's own. But lo is
-// a multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other
-// one is below 2^14, so the product is wrong by up to 2^-11, and h by at most 72 2^-11 = 0.04 `unit` for each stage of
-// 8 channels and 9 taps; 0.001 as a rule. `recompute_in_float` mends the tiles where this might be seen in z.
+// A product of scaled numbers has a relative error below 2^-21: leaving out lo lo' costs up to 2^-22, rounding each lo
+// 2^-23. (For random numbers the median is 2^-25.) These errors are like float32's own. But lo is a multiple of 2^-24,
+// so its error is up to 2^-25: more than 2^-23 of a scaled number below 2^-2. The other factor is below 2^14. So the
+// product's error is up to 2^-11, and h's at most 72 2^-11 = 0.04 `unit` for each stage of 8 channels and 9 taps; for
+// random numbers it is about 0.001 `unit`. Where this might change z, `recompute_in_float` computes h again.
 //
 //     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
 //     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
@@ -677,11 +682,11 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     constexpr int kCount = kPieces<T>;
     const int steps = (p.kernel * p.kernel + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
-    // the same pixels; or, with one piece only (kCount 1), the next eight pixels. The weights' `lo` is not used then.
+    // the same pixels; or, in 16 bits (kCount 1), x of the next eight pixels. Then the weights' `lo` is not used.
     x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
-    // kTiles of the 16 groups of eight pixels are multiplied at once. With two pieces these are four, and the steps are
-    // the inner loop: in a loop over all 16 groups nvcc makes each mma wait for the one before it.
+    // The warp has 16 groups of eight pixels. A step multiplies kTiles of them. With two pieces kTiles is four, and the
+    // steps are the inner loop: with all 16 groups nvcc makes each mma wait for the one before it.
     constexpr int kTiles = kCount == 1 ? 16 : 4;
 #pragma unroll
     for (int j = 0; j < kPixels / 2; j += kTiles) {
@@ -724,13 +729,13 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
 // - one of them is not finite. In float32 with tensor cores an infinite x or weight makes its stage's unit NaN, and so
-//   all values. In 16 bits an infinite x times the zero weight of a tap that does not exist is NaN, and so is an
-//   infinite weight times a zero around x. This function multiplies nothing outside x.
+//   all values. In 16 bits an infinite x times the zero weight of a tap that does not exist is NaN. In the gradient of
+//   x, of any type, an infinite weight times a zero around dh is NaN. This function multiplies nothing outside x.
 // - `unit`, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with tensor cores. At this limit h's error
-//   of 0.04 `unit`, see `multiply`, makes z = h scale wrong by at most 2^-21 for each stage of 8 channels, and by 2^-27
-//   as a rule; float32 itself rounds a z of 1 by up to 2^-24. Above it the largest |x| times the largest |weight| times
-//   that |scale| exceeds 2^26 kUnitLimit = 2^9, where a sigmoid is saturated, as a rule. The gradient of x is not
-//   checked: it is wrong by at most 2^-30 of the tile's largest |dh| times the largest |weight|, for each stage.
+//   of at most 0.04 `unit` for each stage of 8 channels, see `multiply`, makes the error of z = h scale at most 2^-21
+//   (for random numbers about 2^-27); float32 itself rounds a z of 1 by up to 2^-24. Above the limit, the product of
+//   the largest |x|, the largest |weight| and that |scale| exceeds 2^26 kUnitLimit = 2^9: alone it saturates a sigmoid.
+//   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnitLimit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
@@ -792,8 +797,8 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
         x += fragment.row * kPitch + fragment.column;
         weights += fragment.channel;
         if constexpr (DIRECTION == kInputGradient) {
-            // dh often has 32 channels or more. One sum of 32 channels' 288 products has twice the rounding error of
-            // the sum of the stages' sums.
+            // dh often has 32 channels or more. With 288 products, of 32 channels, one running sum has twice the
+            // rounding error of a sum per stage.
             float of_stage[kChannels][kPixels] = {};
             if (p.kernel == 3) accumulate<3>(p, x, weights, channels, of_stage);
             else accumulate<1>(p, x, weights, channels, of_stage);
@@ -812,8 +817,8 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // order of additions is fixed, so results are the same bits each time.
 
 // A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
-// The sums of g are EXACT: their total is beta's gradient, which may be near zero, and only these additions round it.
-// Where the sum is not finite, `lost` is NaN.
+// The sums of g are EXACT: their total is beta's gradient. It may be near zero, and only these additions round it.
+// Where the sum is not finite, `lost` is NaN, and is not used.
 struct Addend {
     float sum, lost;
     template <bool EXACT> __device__ __forceinline__ void add(float v) {
@@ -824,14 +829,14 @@ struct Addend {
     }
     __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + lost : sum; }
 };
-// Gives `given` to the lane at this distance, and adds what that lane gives.
+// Sends `given` to the lane whose number differs by `distance` (by xor), and adds what that lane sends to `to`.
 template <bool EXACT> __device__ __forceinline__ void add_of_lane(Addend& to, Addend given, int distance) {
     to.add<EXACT>(__shfl_xor_sync(~0u, given.sum, distance));
     if (EXACT) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
 }
-// A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane gives eight values or, with tensor
-// cores, four; it gets the sum, over these lanes, of one of them: number lane / 4 of eight, or lane % 4 of four. In
-// each step a lane sends half of its values to another lane, and adds to the other half what it receives.
+// A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane has eight values or, with tensor
+// cores, four. It returns one of them, summed over these lanes: number lane / 4 of eight, or lane % 4 of four. In each
+// step a lane sends half of its values to another lane, and adds what it receives to the other half.
 template <bool EXACT> __device__ __forceinline__ Addend sum_of_lanes(Addend (&values)[2 * kChannels]) {
     int distance = kChannelLanes / 2;
 #pragma unroll
@@ -849,14 +854,14 @@ template <bool EXACT> __device__ __forceinline__ Addend sum_of_lanes(Addend (&va
     return values[0];
 }
 
-// By a warp, each lane for one channel c: adds up the sums of the block's warps. Returns, in the forward, the sums of v
-// and v^2; in the backward those of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
+// By a lane, for channel c of the tile: adds up the sums of the warps that have it. Returns, in the forward, the sums
+// of v and v^2; in the backward those of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
-    const int warps = 1 << sharing_warps_log2(p), first = c / kWarpChannels * warps;  // that have the channel
-    const int of_warp = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // in the output
+    const int warps = 1 << sharing_warps_log2(p), first = c / kWarpChannels * warps;  // warps that have the channel
+    const int of_warp = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // inside the output
     double2 all = {};
     for (int warp = first; warp < first + warps; ++warp) {
-        const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // in the output
+        const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // inside the output
         if (rows <= 0) break;
         const double n = rows * columns, anchor = shared.anchors[warp][of_warp];
         const double sum = shared.sums[0][warp][of_warp], square = shared.sums[1][warp][of_warp];
@@ -906,7 +911,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     if (p.mode != kWait) return;
     __syncwarp();
     unsigned* const done = p.done + int64_t(tile.sample) * kLine;
-    // A thread that acquires a count with this 1 in it can read the warp's writes. Two fences take 1.012 of the time.
+    // A thread that acquires a count with this 1 in it sees the warp's writes. Two fences would take 1.012 of the time.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
 }
 
@@ -917,7 +922,7 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
         unsigned count;
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(done) : "memory");
         if (count >= unsigned(p.tiles)) return;
-        __nanosleep(20);
+        __nanosleep(20);  // ns
     }
 }
 
@@ -950,7 +955,7 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
             of.mean = float(mean);
             of.mean_lo = float(mean - of.mean);
             of.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
-            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // tiles of its other channels write the same
+            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // the group's other channel tiles write the same
         }
         for (int c = max(first, tile.channel) + lane; c <= min(last, end - 1); c += 32) {
             const float4 parameters = shared.parameters[c - tile.channel];
@@ -977,7 +982,7 @@ __device__ __forceinline__ void keep_sums(
     const int lane = read_thread() % 32;
     const Addend sum = sum_of_lanes<EXACT>(sums);
     if (!kTensor && lane % 4 != 0) return;
-    // Which of the 2 kChannels sums this lane has. The anchors are written by lanes with a sum of the first half.
+    // Which of the 2 kChannels sums this lane has. The lanes with a sum of the first half also write its anchor.
     const int which = kTensor ? lane % 4 : lane / 4;
     const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStep;
     shared.sums[which / kChannels][warp][c] = sum.total();
@@ -987,8 +992,8 @@ __device__ __forceinline__ void keep_sums(
     if (which < kChannels) shared.anchors[warp][c] = anchor;
 }
 
-// Forward: sums of v - anchor, where anchor is a value of the same channel: if all are close to 1, their differences
-// keep their digits.
+// Forward, by a warp: adds up v - anchor and its square, where anchor is one of the warp's values of the same channel.
+// If all of these are close to 1, say, their variance keeps its digits.
 __device__ __forceinline__ void sum_values(
     float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     const bool whole = __all_sync(~0u, pixels.all_valid());
@@ -999,9 +1004,9 @@ __device__ __forceinline__ void sum_values(
     float anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        // The anchor is the median of three pixels of the channel's first lane, which are so far apart that an infinity
-        // in x makes at most one of them infinite or NaN. If the second or the third is outside the output, the anchor
-        // is the lane's first pixel, which is outside only if all of the lane's pixels are.
+        // The anchor is the median of three pixels of the first lane that has the channel. No two of them depend on the
+        // same pixel of x, so one infinity in x makes at most one of them infinite or NaN. If the second or the third
+        // is outside the output, the anchor is the first, which is outside only if all of the lane's pixels are.
         const float first = v[o][0];
         const float second = three ? v[o][kSecond] : first;
         const float third = three ? v[o][kThird] : first;
@@ -1021,8 +1026,8 @@ __device__ __forceinline__ void sum_values(
     }
     keep_sums<false>(sums, anchors, shared, warp);
 }
-// By a warp, with tensor cores: writes a row of its 16 channels at a time, through its part of the staging memory, so
-// that a store writes 128 contiguous bytes of a channel instead of 32, and with 16 bits 64 instead of 16.
+// By a warp, with tensor cores: computes the output of its 16 channels, row by row, in its part of the staging memory,
+// and copies each row to out. So a store writes 128 contiguous bytes of a channel, not 32, and in 16 bits 64, not 16.
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* staging) {
@@ -1066,7 +1071,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         }
     }
 }
-// Writes the tile's values. `staging` is the block's staging memory: x's shared memory, which is free now.
+// Writes the tile's output. The staging memory is x's shared memory, which the convolution no longer needs.
 template <typename T>
 __device__ __forceinline__ void write_values(
     const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* staging) {
@@ -1089,7 +1094,7 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// Brings the tile's g, the gradient of out, to L2 while the block convolves: else the backward takes 1.03 of the time.
+// Prefetches the tile's g, the gradient of out, into L2 before it convolves: else the backward takes 1.03 of the time.
 template <typename T> __device__ __forceinline__ void prefetch_gradients(const Arguments& p, const Tile& tile) {
     const int last = min(kColumns, p.columns - tile.column) - 1;
     for (int i = read_thread(); i < p.outs * p.tile_rows; i += kThreads) {
@@ -1119,7 +1124,7 @@ __device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& ti
             float& other = sums[kChannels + o].sum;
             other = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, other);
         }
-        __syncwarp();  // otherwise the compiler loads all at once, and runs out of registers
+        __syncwarp();  // otherwise nvcc moves all loads of g to the front, and runs out of registers
     }
     keep_sums<true>(sums, {}, shared, warp);
 }
@@ -1129,8 +1134,8 @@ template <typename T, typename F> __device__ __forceinline__ void with_dh(const 
     else if (p.dh_type == 1) use(static_cast<__half*>(p.out));
     else use(static_cast<__nv_bfloat16*>(p.out));
 }
-// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale, to global memory and, in
-// registers, over h. Adds up dz / rstd and dz h / rstd: in the code `dv` and `dz` are without the factor rstd.
+// By a warp: computes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. Writes it to global memory
+// and, in registers, over h. Adds up dz / rstd and dz h / rstd: the variables `dv` and `dz` lack the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
     const Arguments& p, float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
@@ -1159,12 +1164,12 @@ __device__ __forceinline__ void write_gradients(
 }
 // ---------------------------------------------------------------------------------------------------------------------
 // W's gradient, on tensor cores. dW(o, c, tap) is the sum over all output pixels of dh(o, pixel) x(c, pixel + the tap's
-// offset). So it is, for each tap, a product of matrices, of which one mma adds up 16 pixels:
+// offset). So for each tap it is a product of matrices. One mma adds the products of 16 pixels:
 //
 //     dW: 16 channels o x 8 channels c   +=   A, dh: 16 channels o x 16 pixels   *   B, x: 16 pixels x 8 channels c
 //
-// No lane needs another lane's dh. write_gradients has put dh in the place of h, which was a result of mma; and two
-// results of mma, of 8 columns each, lie in the lanes and registers as one operand A of 16 columns does:
+// No lane needs another lane's dh. write_gradients has written dh over h, in the layout of mma's results d. Two of
+// these, of 8 columns each, have the layout of one operand A of 16 columns:
 //
 //   columns of a row      0 1    2 3    4 5    6 7    8 9    ...   14 15
 //   channels 0 and 8      lane 0     1      2      3      0    ...       3
@@ -1172,23 +1177,25 @@ __device__ __forceinline__ void write_gradients(
 //   channels 0 to 7       register 0 of A             register 2
 //   channels 8 to 15      register 1                  register 3
 //
-// B is read from shared memory: `x`, as the convolution left it, from offsets[tap] on, transposed by ldmatrix. `x` must
-// hold all input channels, so there is one stage, of at most 8. Outside the output dh is 0, and adds nothing.
+// ldmatrix loads B, transposed, from the convolution's `x` in shared memory, from offsets[tap] on. `x` must have all
+// input channels, so there is one stage, of at most 8. Outside the output dh is 0, and adds nothing.
 //
-// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`: a power of two brings D,
-// the largest |dh| of each channel of a warp, to 2^13 or more, below 2^14. To first order a product is wrong by at most
+// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`. The warp multiplies each
+// channel of dh by a power of two, by which the channel's largest |dh|, D, becomes 2^13 or more, but less than 2^14. To
+// first order the error of a product is at most
 //
 //     |dh x| 2^-21   +   |x| 2^-38 D   +   |dh| 2^-22 X          where X is the tile's largest |x| of channel c
 //
-// The last two terms are those of a small lo, wrong by up to 2^-25: scaled, D is at least 2^13, and X at least 2^-3.
-// If X is smaller, the warp calls add_weight_gradient_in_float. It also does so if x or, with pieces, dh is infinite:
-// an infinite x times the zero dh of a pixel outside the output is NaN, in any type. (A NaN in x makes the sample's dh
-// NaN, and W's gradient, as it should.)
+// The last two terms are the error of up to 2^-25 of a small lo: scaled, D is at least 2^13, and X at least 2^-3. If X
+// is smaller, the warp calls add_weight_gradient_in_float. It also does so if x or, with pieces, dh is infinite: an
+// infinite x times the zero dh of a pixel outside the output is NaN, in any type. (A NaN in x makes all of the sample's
+// dh NaN, and so W's gradient, as in PyTorch.)
 //
-// A warp computes the sums of its 16 channels and four rows, tap by tap, and adds each tile's sums to its channels
-// of a slot, an array of W's size in global memory. Registers have no room for them (36 in each lane), nor has shared
-// memory (36 KiB a block) in float32 on 8.0. No two warps share channels of a slot, so the order of additions is fixed.
-// ATen adds up the slots, in double. They take 10 MB on an H200, or 39 MB for 128 output channels: its L2 has 50 MB.
+// A slot is an array in global memory for one gradient of W. For each tile a warp computes the sums of its 16 channels
+// and four rows, tap by tap, and adds them to its channels of its slot. Registers have no room for them (36 per lane),
+// nor, in float32 on 8.0, has shared memory (36 KiB a block). No two warps share channels of a slot, so the order of
+// additions is fixed. ATen adds up the slots, in double. On an H200 the slots of 3x3 kernels take 10 MB for 32
+// output channels, and 39 MB for 128; its L2 has 50 MB.
 
 // The address, in the warp's slot, of this lane's first element of mma's result for the tap.
 __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, int tap) {
@@ -1198,7 +1205,7 @@ __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, 
     return p.weight_sums + row * kStage + read_thread() % 4 * 2;
 }
 // By a warp, where tensor cores are not accurate enough, see above: adds the same sums of its tile to its slot, but
-// computes them in float32, from x and dh in global memory, and leaves out what is outside the output.
+// computes them in float32, from x and dh in global memory, and only from pixels of the output.
 template <typename T>
 __device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, const Tile& tile) {
     const Pixels pixels(p, tile);
@@ -1226,12 +1233,12 @@ __device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, co
         }
     }
 }
-// By a warp: computes what its pixels of the tile contribute to W's gradient, and adds it to its slot of weight_sums.
+// By a warp: computes the sums of its pixels of the tile for W's gradient, and adds them to its slot of weight_sums.
 template <typename T>
 __device__ __forceinline__ void add_weight_gradient(
     const Arguments& p, const Tile& tile, const float* x, const Shared& shared, const float (&dh)[kChannels][kPixels]) {
     constexpr int kCount = kPieces<T>, kAtOnce = 2;  // rows at a time
-    constexpr float kLeast = 1.0f / 8;  // of X, scaled; the largest X of all channels is at least 2^13
+    constexpr float kLeast = 1.0f / 8;  // the least scaled X, 2^-3, see above
     float largest_x = 0;  // X of channel c
     for (int warp = 0, c = read_thread() % kStage; warp < kWarps; ++warp) {
         largest_x = fmaxf(largest_x, shared.channel_largest[warp][c]);
@@ -1277,7 +1284,7 @@ __device__ __forceinline__ void add_weight_gradient(
         for (int row = 0; row < kRows; row += kAtOnce) {
             float part[kAtOnce][4] = {};
 #pragma unroll
-            for (int of_x = kCount - 1; of_x >= 0; --of_x) {  // x's pieces: lo, with the small products, then hi
+            for (int of_x = kCount - 1; of_x >= 0; --of_x) {  // x's pieces: lo, then hi
                 uint32_t b[kAtOnce][4];  // 32 pixels of each row
 #pragma unroll
                 for (int k = 0; k < kAtOnce; ++k) {
@@ -1315,7 +1322,7 @@ __device__ __forceinline__ void publish_gradients(
 }
 
 // Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
-// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (With 0 an infinite scale makes z NaN.)
+// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (With 0, an infinite scale makes z NaN.)
 template <Direction DIRECTION>
 __device__ __forceinline__ void add_bias(
     const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
@@ -1388,9 +1395,9 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
             if (first > 0 && !kRaw) copy_x<T>(p, tile, first, raw);
             float unit = p.weight_sets > 0 ? shared.weight_units[first / p.stage]
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
-            if (kTensor && p.weight_sets == 0) __syncthreads();  // both of these use shared.largest
+            if (kTensor && p.weight_sets == 0) __syncthreads();  // load_weights and receive_x use shared.largest
             unit *= receive_x<T, DIRECTION>(p, first, raw, x, shared);
-            // In a register largest_unit takes 0.98 of the time, but the backward has no register left.
+            // In a register largest_unit takes 0.98 of the time. The backward has none left, so it is in shared memory.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
             else if (read_thread() == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first + p.stage, raw);
@@ -1416,7 +1423,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         }
         __syncthreads();
         if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
-        if (next.item < p.items) copy_x<T>(p, next, 0, raw);  // while the other blocks publish
+        if (next.item < p.items) copy_x<T>(p, next, 0, raw);  // copies while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
@@ -1464,9 +1471,9 @@ static Arguments plan(const int64_t* sizes) {
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
 
-// Computes the bytes of the workspace, the rows of channel_sums and, unless it is null, the shape of weight_sums: no
-// slots if the backward does not compute W's gradient. It does so with tensor cores, if one stage holds all input
-// channels, and for 128 output channels at most, so that the slots fit L2. Returns a cudaError_t.
+// Computes the bytes of the workspace, the rows of channel_sums and, unless `weight_shape` is null, the shape of
+// weight_sums. It has slots only if the backward computes W's gradient: with tensor cores, if one stage has all input
+// channels, and for at most 128 output channels, so that the slots fit in L2. Returns a cudaError_t.
 extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape) {
     const Arguments p = plan(sizes);
     *rows = int64_t(p.samples) * p.pixel_tiles;
@@ -1528,8 +1535,8 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.tiles) {
-        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. Otherwise blocks wait for those that
-        // make tiles of the same sample a round later, and the kernel takes 1.03 of the time.
+        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. In any other grid some blocks wait for
+        // blocks that compute tiles of the same sample a round later, and the kernel takes 1.03 of the time.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
         p.mode = kWait;
@@ -1547,9 +1554,9 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     return cudaGetLastError();
 }
 
-// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward: dh for out,
-// then grad, channel_sums and weight_sums, which may be null. For the gradient of x: dh, weight, seven unused, dx; and
-// in `sizes` the sizes of dh for those of x, and x's channels for out_channels. Returns a cudaError_t.
+// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward: dh in place of
+// out, then grad, channel_sums and weight_sums, which may be null. For the gradient of x: dh, weight, seven that are
+// unused, dx; and `sizes` has dh's sizes in place of x's, x's channels as out_channels. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
     Arguments p = plan(sizes);
@@ -1606,29 +1613,29 @@ namespace {
 using at::Tensor;
 using Tensors = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-// Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
+// `parameters`, always of x's dtype, are the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
-// The output, and of each group of each sample the Statistics: mean, mean_lo, rstd.
+// The output, and the Statistics of each group of each sample: mean, mean_lo, rstd.
 Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
-// ---- on a CPU: a direct convolution in registers, and the rest while a group is in the cache
+// ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache
 //
-// A sample is computed in bands of some rows and four channels. h, here without biases, has x's row length: its pixel
-// (row, column) is at index row * width + column. A value of h is a sum of terms, each a weight times the x that is
-// offsets[term] away from the pixel. So a band is one long row, cut into tiles of kTilePixels:
+// A thread computes a band at a time: some rows of four channels of a sample. h, here without biases, has x's row
+// length: its pixel (row, column) is at index row * width + column. A value of h is a sum of terms, each a weight times
+// the x that is offsets[term] away from the pixel. So a band is one long row, cut into tiles of kTilePixels:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; a loaded
-// value of x is used in four products. Each tile first prefetches its cache lines of out: that makes the whole 1.1
-// times as fast. Then, while the band is in the first-level cache, the thread computes the activation, adds up values
-// and squares in double, and copies the band to out. When all bands of a group are there, its channels are normalised.
+// value of x is used in four products. The tiles also prefetch the cache lines of out that their band will fill: that
+// makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes the
+// activation, adds up values and squares in double, and copies the band to out. normalize_channels follows, in out.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1640,14 +1647,14 @@ using Vector = float __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 constexpr int kTileChannels = 4;
 constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
-constexpr int64_t kBandPixels = 1024;      // 4 KiB a channel
-constexpr int64_t kTermsOfASum = 72;       // longer sums are split into parts of 72: rounding errors grow with a sum
-constexpr int64_t kMostTerms = 160;        // of a value of h; with more, PyTorch's convolution is as fast
-constexpr int64_t kGrain = 32768;          // with fewer values per thread, another thread does not pay
-constexpr int64_t kLineValues = 16;        // of a cache line of 64 bytes
-constexpr size_t kMappedBytes = 32 << 20;  // glibc's largest threshold: a larger block is always mapped anew
+constexpr int64_t kBandPixels = 1024;      // per channel (one row, if that has more): 4 KiB of h
+constexpr int64_t kTermsOfASum = 72;       // 8 channels of 3x3; longer sums are split, because rounding errors grow
+constexpr int64_t kMostTerms = 160;        // terms of a value of h; with more, PyTorch's convolution is as fast
+constexpr int64_t kGrain = 32768;          // values per thread; with fewer, another thread does not pay
+constexpr int64_t kLineValues = 16;        // floats in a cache line of 64 bytes
+constexpr size_t kMappedBytes = 32 << 20;  // glibc's largest threshold: malloc maps a larger block anew each time
 
-// Computes a tile's sums of `terms` terms, and writes them to h or, if `adds`, adds them to h.
+// Computes a tile's sums of `terms` terms in registers. Writes them to h or, if `adds`, adds them to h.
 void convolve_tile(const float* x, const int64_t* offsets, int64_t terms, const float* weight, float* h,
     int64_t channel_stride, bool adds) {
     Vector sums[kTileChannels][kTileVectors] = {};
@@ -1714,8 +1721,8 @@ Sums add_up(const float* v, int64_t n) {
     return {values, squares};
 }
 
-// v = (v - mean) * factor + beta. The mean is rounded to float; `offset` is beta, corrected for that. With an infinite
-// factor `offset` is NaN, as PyTorch's v * factor + (beta - mean * factor) is.
+// v = (v - mean) * factor + beta. The mean is rounded to float; `offset` is beta, corrected for that. An infinite gamma
+// makes `offset` NaN, as in PyTorch. If only float(factor) is infinite, the output is too, where PyTorch's is NaN.
 void normalize(float* v, int64_t n, double mean, double factor, float beta) {
     const float rounded_mean = float(mean);
     const float rounded_factor = float(factor);
@@ -1724,8 +1731,9 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
     for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - rounded_mean) * rounded_factor + offset;
 }
 
-// Whether the direct convolution is faster than PyTorch's, by measurements: not where most of a tile would be idle, nor
-// where the input channels are so many that a band of them (128 KiB of 32) crowds the second-level cache.
+// Whether the direct convolution is faster than PyTorch's, by measurements: not if about a third of h mixes two rows,
+// nor if a band of x (128 KiB of 32 channels) takes much of the second-level cache. And h must fill a tile: else the
+// first tile would begin before x.
 bool direct_pays(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
@@ -1733,8 +1741,8 @@ bool direct_pays(const Tensor& x, const Tensor& weight) {
     return is_small && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
 }
 
-// Asks the system for pages of 2 MiB in place of 4 KiB. Of the 60 ms that 66 MB of output take on one thread, making
-// small pages takes 25 ms, huge ones 1 ms.
+// Asks the system for pages of 2 MiB in place of 4 KiB. On one thread 66 MB of output take 60 ms. In 25 ms of these the
+// system makes small pages; huge ones take 1 ms.
 void use_huge_pages(const Tensor& t) {
     constexpr uintptr_t kHugePage = 2 << 20;
     const auto begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
@@ -1760,7 +1768,7 @@ struct Layout {
     int64_t columns = width - kernel_columns + 1;
     int64_t band_rows = std::clamp<int64_t>(kBandPixels / width, 1, rows);
     int64_t bands = at::divup(rows, band_rows);
-    int64_t tiles = at::divup(outs, kTileChannels);  // of 4 channels, in a sample
+    int64_t tiles = at::divup(outs, kTileChannels);  // of a sample; here a tile is 4 channels
     int64_t group_channels = outs / groups;
     int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // a slice: whole groups, whole tiles
     int64_t slices = at::divup(outs, slice_channels);  // of a sample
@@ -1776,7 +1784,7 @@ struct Layout {
     std::vector<int64_t> offsets = std::vector<int64_t>(terms);  // of each term: from an output's pixel to the input's
     std::vector<float> weights = std::vector<float>(tiles * terms * kTileChannels);  // (tiles, terms, 4)
 
-    // Fills `offsets` and `weights`. These are in the order of their use; zeros fill up the last tile.
+    // Fills `offsets` and `weights`. In the last tile the weights of channels that do not exist stay zero.
     void prepare() {
         for (int64_t term = 0; term < terms; ++term) {
             const int64_t row = term / kernel_columns % kernel_rows;
@@ -1793,7 +1801,7 @@ struct Layout {
 struct DirectConvolution : Layout {
     std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
 
-    // scratch: kTilePixels values, since a tile may begin before its band, then the long rows of four channels.
+    // scratch: kTilePixels values, since the last tile may begin before the band, then the long rows of four channels.
     void make_band(int64_t sample, int64_t tile, int64_t band, float* scratch) {
         const int64_t row = band * band_rows;
         const int64_t high = std::min(band_rows, rows - row);
@@ -1829,7 +1837,7 @@ struct DirectConvolution : Layout {
         }
     }
 
-    // The two steps, for indices of (samples, tiles, bands) and of (samples, outs).
+    // The two steps: make_bands for indices of (samples, tiles, bands), normalize_channels of (samples, outs).
     void make_bands(int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(
             new float[kTilePixels + kTileChannels * (band_rows * width + kTilePixels)]);
@@ -1838,7 +1846,7 @@ struct DirectConvolution : Layout {
         }
     }
     void normalize_channels(int64_t begin, int64_t end) {
-        const int64_t of_group = group_channels * bands;  // sums of bands; each channel adds up all of its group's
+        const int64_t of_group = group_channels * bands;  // entries of of_bands; added up anew for each channel
         const double n = double(group_channels) * rows * columns;
         for (int64_t i = begin; i < end; ++i) {
             Sums sums;
@@ -1854,7 +1862,7 @@ struct DirectConvolution : Layout {
         }
     }
 
-    // A thread computes a slice from its bands to the output, so normalize_channels reads it from this core's cache.
+    // A thread computes all of a slice, so that normalize_channels may find its values in this core's cache.
     void make_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, outs);
@@ -1865,10 +1873,10 @@ struct DirectConvolution : Layout {
     void run() {
         prepare();
         const int64_t band_values = kTileChannels * band_rows * width;
-        const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values` in each of n
+        const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values`: of each of n
             at::parallel_for(0, n, kGrain / values + 1, make);
         };
-        if (samples * slices >= 4 * at::get_num_threads()) {
+        if (samples * slices >= 4 * at::get_num_threads()) {  // then every thread has less than 5/4 of the mean
             const int64_t tiles_of_slice = at::divup(tiles, slices);
             in_parallel(samples * slices, tiles_of_slice * bands * band_values, [&](int64_t begin, int64_t end) {
                 for (int64_t i = begin; i < end; ++i) make_slice(i / slices, i % slices);
@@ -1890,7 +1898,7 @@ Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t gro
     return convolution.output;
 }
 
-// Computes in float32. If the direct convolution does not pay, PyTorch's is taken, and the activation is done in place.
+// Computes in float32. If the direct convolution does not pay, calls PyTorch's, and writes the activation over h.
 Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (x.scalar_type() != at::kFloat) {
@@ -1919,8 +1927,8 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
 // For _check_activation.
 std::tuple<double, double> activation_at(double z) { return {activation(float(z)), activation_gradient(float(z))}; }
 
-// The gradient of x, of type `dtype`, or nothing, if it is not needed; four rows, the gradients of beta, of gamma, of
-// either bias (both have the same), and of scale; the gradient of the convolution's weight, or nothing.
+// The gradient of x, of type `dtype`, empty if it is not needed; four rows: the gradients of beta, of gamma, of either
+// bias (they are equal), and of scale; the gradient of the convolution's weight, empty if it is not needed.
 Gradients backward_meta(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor&,
     at::ScalarType dtype, bool needs_x, bool needs_weight) {
     const auto gradient_of = [](const Tensor& t, bool needed, at::ScalarType type) {
@@ -1937,7 +1945,7 @@ enum { kForward, kBackward, kInputGradient };  // the directions in CUDA_SOURCE
 extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape);
 extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream);
 
-// Contiguous, and at a multiple of 16 bytes; a slice of another tensor need not be there.
+// A contiguous tensor whose address is a multiple of 16 bytes; that of a slice may not be.
 Tensor aligned(const Tensor& t) {
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -1992,7 +2000,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
     if (nothing) return {dx.zero_(), sums.zero_(), grad_weight.zero_()};
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
     bool aten_weight = needs_weight;  // whether ATen computes W's gradient
-    {  // The partial sums' memory is free again before dx takes some.
+    {  // this frees the partial sums' memory before dx is allocated
         const auto [channel_sums, weight_sums] = launch(x, parameters, statistics, dh, 0, grad, needs_weight);
         const auto sum = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble); };
         sums.copy_(sum(channel_sums));
@@ -2118,8 +2126,8 @@ def _load(name: str, arch: str = "") -> str:
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
 
-# The types that our kernels take: on a GPU all three, on a CPU float32 and the types for which it has no instructions.
-# PyTorch's convolution takes up to 30 times as long in such a type as in float32.
+# The types that our kernels take: on a GPU all three, on a CPU float32 and the types for which it has no instructions
+# (bfloat16 only with AVX). PyTorch's convolution takes up to 30 times as long in such a type as in float32.
 _ON_GPU = [torch.float32, torch.float16, torch.bfloat16]
 _ON_CPU = [torch.float32]
 if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_fp16_supported():
@@ -2137,13 +2145,13 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    h = h + bias  # line by line, as in the Model: each old h is freed as soon as the next is computed
+    h = h + bias  # line by line, as in the Model: each line frees the h of the line before
     h = h * scale
     return torch.sigmoid(h)
 
 
 def _check_activation() -> None:
-    """Raise an error unless `activation` (also of NaN) and its gradient are `_activate` and its difference quotient."""
+    """Raise an error unless `activation` is `_activate`, also of NaN, and its gradient the difference quotient."""
     activation = getattr(torch.ops, NAMESPACE).activation
     z = torch.tensor([-4.3, -3.4, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 4.1, 5.2], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
@@ -2163,13 +2171,13 @@ _check_activation()
 def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
     """The Model's lines, as a function of its tensors."""
     h = _activate(torch.conv2d(x, conv_weight, conv_bias), bias, scale)
-    # nn.functional's refuses groups of one value, as the Model does, but takes 4 us more: much for a small image.
+    # nn.functional's raises an error for groups of one value, as the Model does, but takes 4 us more than torch's.
     group_norm = nn.functional.group_norm if h.numel() == groups else torch.group_norm
     return group_norm(h, groups, weight, group_bias, eps)
 
 
 def _is_image(t: torch.Tensor) -> bool:
-    """Whether its four dimensions are in order: not channels_last, which PyTorch reads off dimensions of 1, too."""
+    """Whether it is contiguous, and PyTorch does not take it for channels_last by the strides of dimensions of 1."""
     shape = t.shape
     return len(shape) == 4 and t.is_contiguous() and t.stride()[1::2] == (shape[2] * shape[3], 1)
 
@@ -2190,7 +2198,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     if computed_in not in (_ON_CPU if x.is_cpu else _ON_GPU):
         return False
     if x.is_cpu and recorded(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
-        return False  # with gradients ATen is the fastest, unless there are many values of 16 bits
+        return False  # ATen does it; below 2048 values of 16 bits, converting them costs more than it saves
     for t in tensors:
         if t.dtype not in dtypes or t.device != device:
             return False
@@ -2204,7 +2212,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     if not conv_bias.shape == gamma.shape == beta.shape == of_channels[:1]:
         return False
     rows, columns = height - high + 1, width - wide + 1
-    if rows < 1 or columns < 1 or samples * (channels // groups) * rows * columns == 1:  # which PyTorch refuses
+    if rows < 1 or columns < 1 or samples * (channels // groups) * rows * columns == 1:  # PyTorch raises an error
         return False
     if x.is_cpu:
         return True
@@ -2265,13 +2273,13 @@ def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
 
 
 def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
-    """Whether the layers are as constructed, without hooks, and eps exceeds the variance's rounding error."""
+    """Whether the layers are as constructed, without hooks, and eps, 1e-6 or more, exceeds the variance's rounding."""
     plain = _is_plain(conv, nn.Conv2d) and _is_plain(norm, nn.GroupNorm) and norm.eps >= 1e-6
     return plain and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
 
 
 def _is_light(tensors: tuple) -> bool:
-    """Whether `fits` would take longer than our kernels save: float32 on a CPU, and a small image or gradients."""
+    """Whether `fits` takes longer than our kernels save: float32 on a CPU, with gradients or below 128 pixels."""
     x = tensors[0]
     if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # then the operator decides
         return False
@@ -2281,7 +2289,7 @@ def _is_light(tensors: tuple) -> bool:
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor:
-    """The attribute of that name. nn.Module's own look-up takes 0.6 us more, which is much for a small image."""
+    """The attribute of that name. nn.Module's own look-up takes 0.6 us more: much for an image of a few pixels."""
     parameters = module._parameters
     return parameters[name] if name in parameters else getattr(module, name)
 
@@ -2290,7 +2298,7 @@ class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
-    torch.export keeps our operator under torch.no_grad; else, on a CPU, the Model's layers, which PT2E can quantize.
+    torch.export exports our operator under torch.no_grad; else, on a CPU, the Model's layers, which PT2E can quantize.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):
