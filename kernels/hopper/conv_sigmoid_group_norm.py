@@ -17,7 +17,7 @@ C++ decides, the same operators called from there.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two large kernels and
-three small ones. The gradient of h never leaves the chip.
+three small ones. The gradient of h is never written to global memory.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.26 TB/s of a copy on the device. By `python harness.py
@@ -101,17 +101,17 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale. To use another, change this part, `plain` in C++, and `_activate` in
-// Python. Two formulas stand here: `Held::u`, from which the forward has v, and `activation_and_slope`, the v and dv/dz
-// of the backward. Both are given t = kFactor * z, and both have a form for float32 and one for 16-bit types. What the
-// kernels rely on:
-//   - In the forward v is NaN where t is NaN. A product that overflows fp16 becomes NaN, `convolve` sees that by v, and
-//     computes the values again. If v lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf and
-//     __saturatef drop a NaN, so none of them may be on the way to v. A hard sigmoid or ReLU6 is cut off by
+// Python. There are two formulas: `Held::u`, from which the forward gets v, and `activation_and_slope`, the backward's
+// v and dv/dz. Both take t = kFactor * z, and have a form for float32 and one for 16-bit types. The kernels rely on:
+//   - In the forward v is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
+//     v, and computes the values again. If v lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
+//     and __saturatef drop a NaN, so the forward's formula may not use them. A hard sigmoid or ReLU6 is cut off by
 //     v < kLowest ? kLowest : v, which keeps it. (The gradient's formula may use fminf.)
 //   - v lies in [kLowest, kHighest]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range
 //     that is too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too
 //     wide only costs digits of the sums.
 //   - v and dv/dz are finite at t = 0, with which `make_dh` computes for channels that do not exist.
+//   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and dh is scaled by that.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
@@ -128,8 +128,8 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
 // The forward holds u in place of v. For float32 u is v itself. For 16-bit types u is tanh(z / 2), and v = 1/2 + u / 2.
 // The tanh is one instruction of the special-function unit, where v takes two, and `gather` puts the two halves into
 // the norm's factors. With tanh.approx v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX
-// guarantees 2^-12). Where v is 2^-11 or more, which is from z = -7.6 on, that is less than eager may lose by rounding
-// v to bfloat16 or float16. Below, v may be less exact than eager's, by up to 2^-19.7.
+// guarantees 2^-12). Eager may lose more by rounding v: to bfloat16 where v is 2^-11 or more (z from -7.6 on), to
+// float16 where it is 2^-6 or more. A smaller v may be less exact than eager's; below 2^-11 by up to 2^-19.7.
 template <typename T> struct Held {
     static constexpr bool kTanh = sizeof(T) == 2;
     static constexpr float kFactor = kTanh ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
@@ -144,7 +144,7 @@ template <typename T> struct Held {
         return u;
     }
 };
-// The backward's v and dv/dz, given the same t. dv/dz is v (1 - v). Of float32 it is w - w^2, where w is the smaller of
+// The backward's v and dv/dz, given the same t. dv/dz is v (1 - v). In float32 it is w - w^2, where w is the smaller of
 // v and 1 - v, and 1 - v is computed as 2^t v, because the difference would lose digits.
 struct ActivationAndSlope { float v, slope; };
 template <typename T> __device__ __forceinline__ ActivationAndSlope activation_and_slope(float t) {
@@ -158,11 +158,13 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The forward. A team of blocks computes a sample, each block a band of its rows, and the teams take samples in turn. A
-// block reads its band of x once, computes v, and keeps v in shared memory until the sums of all the sample's bands are
-// known. Then it writes its band of the output. A block has places for the v of three samples or, of wider images, of
-// two: while one is written, the next is computed. Operands of wgmma have 16 bits here, so a float32 value is split in
-// two: hi is the value rounded to fp16, and lo is the rest, rounded too. The roles of a block's warps:
+// The forward. A team of blocks computes a sample, each block a band of the output's rows. The teams take the samples
+// in turn. A block reads the x of its band once, computes v, and keeps v in shared memory until the sums of all the
+// sample's bands are known. Then it writes its band of the output. It has places for v of three samples or, of wider
+// images, of two: while one is written, the next is computed. A task is 64 columns of an output row or, in 16 bits, of
+// two rows, with all channels. wgmma's operands have 16 bits here, so a float32 value is split in two: hi is the value
+// rounded to fp16, and lo is the rest, rounded too. The roles of a block's warps (x_full and others are mbarriers, and
+// the warpgroups of `convolve` take turns to issue wgmma):
 //
 //   who, and what it does                                   waits for                          signals
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
@@ -175,35 +177,36 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
 //                                            1 warp         (L2)   1 warp
 //
-// The backward launches the same kernel with NORMALIZE false. Then it holds h + bias, not v, and writes it rounded to
-// x's type, as eager rounds it.
+// The backward launches the same kernel with NORMALIZE false. Then h + bias is in the places of v, and
+// write_and_measure writes it, rounded to x's type, as eager's is.
 //
-// The product is wgmma m64n64k16: 64 rows of A, 64 pixels of B, and K = 16, which is two taps of 8 input channels. For
-// step s:
+// `convolve` uses wgmma m64n64k16: A has 64 rows, B has 64 pixels, and K = 16 is two taps of 8 input channels. A tap is
+// one of the 3 x 3 weights. Fragment s of A (load_weights calls it a step):
 //
 //     A, the weights, in registers        K  0 1 2 3 4 5 6 7        8 9 10 11 12 13 14 15
 //                                            tap 2 s, 8 channels    tap 2 s + 1, 8 channels
 //     rows 16 w + 0 to 7, of warp w          hi of output channels 8 w to 8 w + 7, in the order of channel_of_row
 //     rows 16 w + 8 to 15                    lo of the same channels
 //
-// B, which is x, lies in shared memory: a plane of hi and a plane of lo, in each 16 bytes a pixel, 8 channels. A tap
-// shifts B's start address. A thread has the sums of an output with the weights' hi and with their lo, and adds the
-// two. All four products of hi and lo are computed, so the sums are about as accurate as float32's, but for what hi and
-// lo leave of a value, up to 2^-23 of it. That counts where a sum has few terms, of all magnitudes: with one or two
-// input channels errors were 2.4 and 2.2 times eager's. So with n of up to 4 the channels that are not used add it:
+// B is x, in shared memory: a plane of hi and a plane of lo, with 16 bytes a pixel, its 8 channels. A tap shifts B's
+// start address. A thread gets an output's sum with the weights' hi and its sum with their lo, and adds the two. All
+// four products of hi and lo are computed, so the sums are about as accurate as float32's. They lack what hi and lo
+// leave of a value, its rest of up to 2^-23 of it. That counts where few terms, of very different sizes, are added:
+// with one and two input channels errors were 2.4 and 2.2 times eager's. So with n <= 4 input channels the unused ones
+// of the 8 add products of rests, as far as they go (n = 4 leaves none for the last product):
 //
 //     channels        0 to n - 1     n to 2 n - 1      2 n to 3 n - 1     others, up to 7
 //     product         w * x          w * rest_of(x)    rest_of(w) * x     0
 //
 // All this is for float32. For 16-bit types x and the weights are operands as they are, fp16 or bf16, and there is one
-// product, not four. Then the eight rows that hold lo above are free, and take the same channels' next output row:
+// product, not four. The eight rows that hold lo above then hold the same channels' weights for the next output row:
 //
 //     rows 16 w + 0 to 7                     weights of the task's upper row: its taps lie in rows 0 to 2 of x
 //     rows 16 w + 8 to 15                    weights of its lower row: the same taps, in rows 1 to 3 of x
 //
 // So K runs over 4 x 3 taps: six wgmmas for two rows of 64 pixels, where each row alone would take five. There is no lo
-// of x, and its place in shared memory holds a second stage of x. (On an H200, in turns, the benchmark's forward in
-// bfloat16 took 0.347 ms before, and 0.318 ms with both.)
+// of x, and its plane is a second stage of x: it holds another sample's. (With both, the benchmark's forward in
+// bfloat16 took 0.92 of the time. Factors and percentages of time in comments were measured on an H100 or H200.)
 //
 // `bring` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
 // overflows fp16, sums become NaN, and the warp computes its values again in float32 (convolve_again).
@@ -212,8 +215,8 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // there as without TF32.
 
 constexpr int kTaskPixels = 64;  // of one row: the n of a task's wgmma
-constexpr int kProducers = 2;  // warpgroups
-constexpr int kMostConsumers = 4;  // warpgroups
+constexpr int kProducers = 2;  // warpgroups of `bring`
+constexpr int kMostConsumers = 4;  // warpgroups of `convolve`
 constexpr int kThreads = 1024;  // of a block: 8 warpgroups
 constexpr int kMostIn = 8, kMostOut = 32;  // channels
 // 8-byte words from one group's totals to the next. These 256 bytes give each group lines of its own, because L2
@@ -231,7 +234,7 @@ template <typename T, bool NORMALIZE> struct Shape {
     static constexpr int kFragments = kOneProduct ? 6 : 5;  // of A, each of two taps; the last of five has tap 8 twice
     // The wgmmas of a task; each takes two taps. Of 16-bit types 4 x 3 taps, of float32 9 of x's hi and 9 of its lo.
     static constexpr int kProducts = kOneProduct ? 6 : 9;
-    static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups
+    static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups; 3 in the forward took 1.006 of the time
     static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; in the forward `post` and `gather` are two more
     static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread, as are the next two. None spills
     static constexpr int kProducerRegisters = kOneProduct ? 40 : 56;
@@ -293,8 +296,8 @@ static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of
 struct Band { int first_row, rows, lines, tasks; };
 
 // Where a role is in its loop over the team's samples: the sample, the stage of its x, the place of its v, and the
-// parities of the mbarriers. Who waits for an `empty` one takes the other parity, so that the first wait returns at
-// once. A role that does not touch x needs no stage.
+// parities of the mbarriers. A role that waits for an `empty` barrier gives the other parity, so that its first wait
+// returns at once. A role that does not touch x needs no stage.
 template <int STAGES = 1> struct SampleCursor {
     int sample = blockIdx.y, place = 0, stage = 0;
     uint32_t x_parity = 0, parity = 0;
@@ -335,7 +338,7 @@ __device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* fro
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
         const bool complete = int(two.x >> kTermsBit) == bands && int(two.y >> kTermsBit) == bands;
         if (complete) return two;
-        // In ns; a poll takes 600 or more. The other blocks' atomics wait in L2 for polls: without this pause float32
+        // In ns; a poll takes 600 or more. Polls delay the other blocks' atomics in L2: without this pause float32
         // takes 1.015 of the time, though bfloat16 0.99. With 100 ns both take 1.00.
         __nanosleep(20);
     }
@@ -346,10 +349,10 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
     return all_finite ? double(sum) : NAN;
 }
 
-// wgmma's descriptor of B for product k, in units of 16 bytes, which are pixels; no swizzle. The start address is x_at
-// plus the shift of the first of two taps. The leading byte offset leads from there to the second tap, and the stride
-// byte offset, 128, to the next 8 pixels. Of float32's nine wgmmas 0 to 3 are of x's lo, as small terms come first, and
-// 5 to 8 of its hi. Number 4 is the last tap, of hi and of lo.
+// The descriptor of B for a task's wgmma number k, in units of 16 bytes, so of pixels; no swizzle. The start address is
+// x_at plus the shift of the first of two taps. The leading byte offset is the distance from there to the second tap,
+// and the stride byte offset, 128, that to the next 8 pixels. Of float32's nine wgmmas 0 to 3 take x's lo, as small
+// terms come first, and 5 to 8 its hi. Number 4 takes the last tap, of hi and of lo.
 template <bool ONE_PRODUCT> __device__ __forceinline__ uint64_t pixel_descriptor(
     const ConvArguments& p, int k, uint32_t x_at) {
     const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
@@ -381,7 +384,7 @@ template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) 
     return v;
 }
 
-// N neighbouring values. One load or store brings them; a store hints that they may leave L2 first.
+// N neighbouring values, which one instruction loads or stores. A store hints that they may leave L2 first.
 template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T value[N]; };
 template <typename V>
 using Words = std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;
@@ -399,7 +402,7 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(begin), "r"(bytes & ~15u) : "memory");
 }
 
-// Four values, rounded to T. Rounded two at a time: one alone is an instruction of the special-function unit.
+// Rounds four values to T, two at a time: to round one alone is an instruction of the special-function unit.
 template <typename T> __device__ __forceinline__ Pack<T, 4> round_four(const float4& four) {
     if constexpr (std::is_same_v<T, float>) {
         return {four.x, four.y, four.z, four.w};
@@ -424,10 +427,10 @@ __device__ __forceinline__ float rest_of(float v) {  // what hi and lo leave of 
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
-// Whether unused channels add the rests: see above. With more channels they would cost 2% of the time and gain little.
+// Whether unused channels add products of rests: see above. With more channels it would cost 2% and gain little.
 __device__ __forceinline__ bool are_few(int in_channels) { return 2 * in_channels <= kMostIn; }
-// Splits a pixel's channels into fp16 hi and lo. A value that overflows fp16 has hi infinity and lo minus infinity, so
-// the sums with it are NaN.
+// Splits a pixel's channels into fp16 hi and lo. Of a value that overflows fp16 these are infinities of opposite signs,
+// so the sums with it are NaN.
 __device__ __forceinline__ void split_pixel(const float (&x)[kMostIn], uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
 #pragma unroll
@@ -449,10 +452,10 @@ template <typename T> __device__ __forceinline__ float bias_at(const ConvArgumen
     return value_of<T>(p.conv_bias, o) + value_of<T>(p.bias, o);
 }
 
-// The exponents of the scales' bounds, which are powers of two. Whoever multiplied by a scale later divides by it or by
-// a product of two, so 1 over these must be a normal float, of 2^-126 or more.
+// Exponents of the scales' bounds, which are powers of two. A result is divided by its scale or by the product of two
+// scales, so 1 over these must be a normal float, 2^-126 or more.
 constexpr int kMostScale = 126;  // of any scale
-constexpr int kMostInputScale = 14;  // of scales.input, whose least is -14. With it |x| from 4 on overflows fp16
+constexpr int kMostInputScale = 14;  // of scales.input, whose least is -14. With 2^14, |x| from 4 on overflows fp16
 constexpr int kMostWeightScale = 110;  // of scales.weight: times scales.input it is at most 2^124
 constexpr int kFp16Exponent = 15;  // of what is scaled for fp16: below 2^15, where fp16 ends at 65504
 
@@ -465,14 +468,14 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 
 // All threads call it, and it ends with __syncthreads(). Lane c of the first warp handles channel c.
 //
-// A channel's reach is the most that x can add to its pre-activation (or its h) while |x| <= 1. scales.input, the
-// factor of x, is 2^e for the largest reach, which is in [2^(e - 1), 2^e). fp16's finest step is 2^-24, so splitting
-// x * 2^e may be off by 2^-25, which is an error of 2^-25 / 2^e in x. It changes a pre-activation by at most the reach
-// times that, 2^-25. A reach below 2^-15 is taken as that, and the change is smaller still.
+// A channel's reach is the most that x can add to its z (or its h) while |x| <= 1. scales.input, the factor of x, is
+// 2^e for the largest reach, which is in [2^(e - 1), 2^e). fp16's finest step is 2^-24, so hi + lo may differ from
+// x * 2^e by 2^-25, which is an error of 2^-25 / 2^e in x. It changes z by at most the reach times that, so by 2^-25.
+// A reach below 2^-15 counts as 2^-15, and the change is smaller still.
 //
 // scales.input is NaN, so that all values are computed in float32, if a reach is above 2^14 or NaN, or a |scale| is
 // above 2^100. (A weight is multiplied by at most 2^110. What fp16 then loses of it, 2^-25 * 2^-110, times a |scale| of
-// 2^100 changes a pre-activation by 2^-35 |x|.)
+// 2^100 changes z by 2^-35 |x|.)
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
@@ -497,7 +500,7 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
     __syncthreads();
 }
 
-// Stores what a thread of `bring` has loaded to shared memory. Of float32 that is a pixel, times scale: fp16 hi and, a
+// Stores to shared memory what a thread of `bring` has loaded. In float32 that is a pixel, times scale: fp16 hi and, a
 // plane further on, lo.
 __device__ __forceinline__ void store_pixels(
     uint4* to, const Pack<float, 1> (&x)[kMostIn], float scale, int plane, int in_channels) {
@@ -512,8 +515,8 @@ __device__ __forceinline__ void store_pixels(
     }
     split_pixel(values, to[0], to[plane]);
 }
-// Of 16-bit types that is two pixels, as they are. A pack has a channel of both, a word of shared memory two channels
-// of one.
+// In 16 bits that is two pixels, as they are. A pack has one channel of both pixels, a word of shared memory two
+// channels of one pixel.
 template <typename T>
 __device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kMostIn], float, int, int) {
     uint32_t first[4], second[4];
@@ -527,8 +530,8 @@ __device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kM
     to[0] = make_uint4(first[0], first[1], first[2], first[3]);
     to[1] = make_uint4(second[0], second[1], second[2], second[3]);
 }
-// The largest |x| so far, as bits, because those of NaN are the largest: of a float, or of two 16-bit values side by
-// side.
+// The larger of `bits`, the largest |x| so far, and |x|: of a float, or of two 16-bit values side by side. They are
+// compared as bits, because those of NaN are the largest.
 __device__ __forceinline__ uint32_t larger(uint32_t bits, const Pack<float, 1>& x) {
     return max(bits, __float_as_uint(fabsf(x.value[0])));
 }
@@ -542,7 +545,7 @@ template <typename T> __device__ __forceinline__ uint32_t bits_of_float(uint32_t
 }
 
 // Two warpgroups copy the band of x from global to shared memory: of float32 as fp16 hi and lo, of 16-bit types as it
-// is. A thread has every 256th load, which is a pixel or, in 16 bits, two: all channels of four pixels at a time.
+// is. A thread has every 256th pixel or, in 16 bits, pair of pixels. It loads all channels of four pixels at a time.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     using S = Shape<T, NORMALIZE>;
@@ -552,14 +555,14 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
     using Load = Pack<T, S::kLoadPixels>;
     const int thread = (threadIdx.x - 128 * S::kConsumers) * S::kLoadPixels;  // its first pixel
     const int pixels = (band.rows + 2) * p.width;
-    const int padded = (band.lines * S::kTaskRows + 2) * p.width;  // a row of zeros beneath, if a task has but one row
+    const int padded = (band.lines * S::kTaskRows + 2) * p.width;  // a last line of one row reads a row of zeros more
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
         const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
         return x + (int64_t(sample) * p.in_channels + channel) * image;
     };
     const float scale = shared.scales.input;
-    uint32_t are_last = 0;  // bit c: after channel c the first one is loaded again, for those that are not used
+    uint32_t are_last = 0;  // bit c: after load c, channel 0 is loaded again (for channels that do not exist)
     for (int c = p.in_channels; c < kMostIn; c += p.in_channels) are_last |= 1u << (c - 1);
     for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int later = cursor.sample + p.teams;
@@ -600,8 +603,8 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
 }
 
 // A thread subtracts an anchor from its values d before it adds them up, so that the sums lose few digits. The anchor
-// is the mean of its first eight values of a sample, or of those of them that exist. (A single value may be far from
-// the others.) valid(j, r) says whether the thread's pair in the j-th eight pixels of row r exists.
+// is the mean of its first eight values of a sample, or of those that exist. (A single value may be far from the
+// others.) valid(j, r) says whether the thread's pair in the j-th eight pixels of row r exists.
 template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kTaskPixels / 2], V valid) {
     float sum = 0;
     int count = 0;
@@ -657,9 +660,9 @@ __device__ __forceinline__ void convolve_again(
 // conflicts.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
-// A thread's A fragments: weights of channel c and two input channels. In a step's registers x and y are of its first
-// tap, z and w of its second. In float32 x and z are hi, y and w are lo. In 16 bits x and z are of the task's upper
-// output row, whose taps are rows 0 to 2 of x, and y and w of its lower, whose taps are rows 1 to 3.
+// A thread's fragments of A: weights of output channel c, and of two input channels a register. Of a step's registers x
+// and y are of its first tap, z and w of its second. In float32 x and z are hi, y and w are lo. In 16 bits x and z are
+// of the task's upper output row, whose taps lie in rows 0 to 2 of x, and y and w of its lower, in rows 1 to 3.
 template <typename T, int FRAGMENTS>
 __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[FRAGMENTS]) {
     const int in = threadIdx.x % 4 * 2;
@@ -790,7 +793,7 @@ __device__ __forceinline__ void convolve(
             barrier_sync(own_turn, 256);
             multiply_task<T, NORMALIZE>(p, a, x_at, d, next_turn);
             if (task + S::kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty[cursor.stage]);
-            // If kInside, the task's rows exist, and its columns but perhaps the last eight: only these need a check.
+            // If kInside, the task's channels and rows exist, and its columns but perhaps the last eight: see `valid`.
             const auto finish = [&](auto inside) {
                 constexpr bool kInside = decltype(inside)::value;
                 const int upper = columns - column;  // columns that exist in the task's upper row, from the thread's on
@@ -833,8 +836,8 @@ __device__ __forceinline__ void convolve(
             mbarrier_arrive(&shared.x_empty[cursor.stage]);
             mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
         }
-        // The sum of squares is not finite where x * scales.input overflows fp16, and where x, a parameter or
-        // scales.input is not finite.
+        // The sum of squares is not finite where x * scales.input overflows fp16 or scales.input is NaN. It may be so
+        // where x or a parameter is not finite.
         if (__any_sync(~0u, !(deviations.square < INFINITY))) {
             convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, v, deviations);
             if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
@@ -845,8 +848,8 @@ __device__ __forceinline__ void convolve(
     }
 }
 
-// One warp, lane c for channel c: adds the band's sums of s and of s^2 to the totals, where s = (u - kLeast) / kRange
-// is u brought to [0, 1]. When it has read `moments`, it arrives at norm_full, as `gather` does.
+// One warp, lane c for channel c: adds the band's sums of s and of s^2 to the groups' totals. s = (u - kLeast) / kRange
+// is in [0, 1]. When it has read `moments`, it arrives at norm_full, as `gather` does.
 template <typename T> __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     const int c = threadIdx.x % 32;
@@ -861,7 +864,7 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
             band_sums.x += count * mean;
             band_sums.y += count * mean * mean + moments.square;
         }
-        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `moments` is read. Through this arrival the writers see v
+        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `moments` is read; this arrival also lets `write` see v
         double2 group_sums = band_sums;
         for (int i = 1; i < p.group_channels; ++i) {
             group_sums.x += __shfl_down_sync(~0u, band_sums.x, i);
@@ -876,8 +879,8 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
 }
 
 // One warp, a lane a channel: computes the channel's norm from its group's totals, when these have the sums of all
-// bands. `centred`: output = (u - mean) * factor + beta, exact where v is constant, as eager is in 16 bits. In float32
-// eager is not exact either, and the subtraction would cost 1% of the time.
+// bands. If `centred`, output = (u - mean) * factor + beta. That is exact where v is constant, as eager is in 16 bits.
+// In float32 eager is not exact either, and the subtraction would cost 1% of the time.
 template <typename T> __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     constexpr bool centred = sizeof(T) == 2;
@@ -905,14 +908,14 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
     }
 }
 
-// Six warps take the channels round-robin, across all samples, so that all have the same load. They write the output. A
+// Six warps write the output. They take the channels round-robin, across all samples, so that all have the same load. A
 // lane stores four neighbouring values at once.
 template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     constexpr int kWriters = Shape<T, true>::kWriters;
     // Loads of a lane, then as many stores. One at a time the kernel was 10% slower. Beyond the band's end a lane loads
-    // and stores its last four values once more.
+    // and stores the band's last four values once more.
     constexpr int kBatch = 4;
     const int lane = threadIdx.x % 32;
     const int fours = band.rows * p.columns / 4;
@@ -946,16 +949,16 @@ __device__ __forceinline__ void write(
     }
 }
 
-// In the backward's launch 16 warps stand in for `write`, `post` and `gather`, as two consumer warpgroups are enough
+// The backward's launch has 16 warps in place of `write`, `post` and `gather`, as two consumer warpgroups are enough
 // there. They write h + bias, called h here, and read the output's gradient. For each band of a channel they find the
-// sums of grad and of grad * (v - mean), and the largest |grad| and |dv/dz|: the four of `measured`, in this order. A
-// kernel of its own would have to read h and grad once more (bfloat16, H200: 0.76 ms in two kernels, 0.44 in one).
+// sums of grad and of grad * (v - mean), and the largest |grad| and dv/dz: the four of `measured`, in this order. A
+// separate kernel would have to read h and grad once more (bfloat16, H200: 0.76 ms in two kernels, 0.44 in one).
 template <typename T>
 __device__ __forceinline__ void write_and_measure(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     constexpr int kBatch = 4;
     constexpr int kWriters = Shape<T, false>::kWriters;
-    // Whether a lane loads its next batch of grad before it computes with the last one. In float32 a training step then
+    // Whether a lane loads its next batch of grad before it computes with this one. In float32 a training step then
     // takes 0.94 of the time, in 16 bits, where a batch has half the bytes, 1.01.
     constexpr bool kAhead = sizeof(T) == 4;
     const int lane = threadIdx.x % 32;
@@ -1108,12 +1111,12 @@ static int64_t set_bands(ConvArguments& p, int rows) {
     p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
     p.x_plane = (p.band_rows + p.band_rows % 2 + 2) * p.width;  // an even number of rows: see kTaskRows
     const int64_t v_bytes = 4LL * p.places * p.plane * p.out_channels;
-    // A task's wgmma may read up to 62 pixels beyond x, where v is. No output uses these columns, but they must exist.
+    // A wgmma may read up to 62 pixels beyond x, where v is. No output uses them, but they must exist: hence the max.
     return p.x_plane * 32LL + std::max<int64_t>(v_bytes, 2 * kTaskPixels * 16);
 }
-// Sets p's places: three, or two where three of two rows do not fit in shared memory (32 channels: beyond a width of
-// 256). Then sets p's bands: the most rows, by twos, that fit and give at least `sms` bands of all samples together.
-// `sms` is the number of multiprocessors, of a block each. Returns the bytes of dynamic shared memory.
+// Sets p's places: three, or two where three bands of two rows do not fit in shared memory (32 channels: beyond a width
+// of 256). Then sets p's bands: of two rows or, by twos, of as many more as fit and give all samples together at least
+// `sms` bands. `sms` is the number of multiprocessors, of a block each. Returns the bytes of dynamic shared memory.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     p.places = kMostPlaces;
     if (set_bands(p, 2) > shared_bytes) p.places = 2;
@@ -1205,11 +1208,11 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //   make_dh, 8 warps:   h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// The products are mma.sync's. Float32 operands are split as in the forward, and lo * lo is dropped. Tensor cores
-// truncate, so a few products at a time are summed from zero, and then added in float32. Of 16-bit types hi is all of x
-// and of the weights, and dh's hi is at least as exact as eager's dh. So there is one product, not three, and the
-// tensor cores alone add all of them up, because what they truncate is small beside 16 bits. x is multiplied by a power
-// of two for each sample, and dh by one for each channel, so that fp16 does not overflow.
+// `multiply` uses mma.sync. Float32 operands are split as in the forward, and lo * lo is dropped. Tensor cores truncate
+// sums, so a few products at a time are summed from zero, and then added in float32. In 16 bits hi is all of x and of
+// the weights (but for what is below fp16's steps), and dh's hi is at least as exact as eager's dh. So there is one
+// product, not three, and the tensor cores add up all terms, because what they truncate is small beside 16 bits. x is
+// multiplied by a power of two for each sample, and dh by one for each of its channels, so that fp16 does not overflow.
 //
 // A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
 // cells, and column c is cell c / 4 of sub-row c % 4:
@@ -1225,26 +1228,26 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // columns, and matrices 1 to 4 and 2 to 5 are these shifted by 1 and 2, as a 3x3 kernel needs them. Of dh all columns
 // are one cell further on, as cell 0 of each sub-row stands for the four columns left of the image, which are zeros.
 
-constexpr int kTaps = 9, kWarps = 8;  // of each role
+constexpr int kTaps = 9, kWarps = 8;  // warps of each role
 template <typename T> constexpr bool kHasLow = sizeof(T) == 4;  // whether operands have lo
-constexpr int kMostColumns = 32 * kWarps;
+constexpr int kMostColumns = 32 * kWarps;  // of x; the output has two fewer
 constexpr int kRowsThreads = 64 * kWarps;  // of a block of differentiate_rows: two roles
 constexpr int kMultiplierRegisters = 168, kMakerRegisters = 88;  // of a thread; together all 65536 of 2 * 256 threads
 constexpr int kSub = 8 * kWarps + 2;  // cells of a sub-row
 constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 4;  // rows of x in shared memory
-// Factors of dh and, besides, of the weights that it is multiplied by. As the tensor cores truncate, the weights' and
-// x's gradient were too small without them, by 2^-24 and by 2.4 * 2^-24 of themselves on average.
+constexpr int kSlots = 4;  // rows of x in shared memory: three that `multiply` reads, and the next
+// Tensor cores truncate: without these two factors the gradient of the weights was too small by 2^-24 of itself on
+// average, and that of x by 2.4 * 2^-24. The first is dh's, and so raises both gradients.
 constexpr double kDhFactor = 1 + 0x1p-24;
-constexpr float kWeightExcess = 0x1.6p-24f;  // the weights' factor less 1
+constexpr float kWeightExcess = 0x1.6p-24f;  // of the weights that dh is multiplied by: their factor less 1
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample. With v and dv/dz of t = h * factor and
 //     q = (gamma * grad - grad_mean - (v - mean) * grad_per_v) * dv/dz
 // dh is q * rstd * scale. grad_mean is the group's mean of gamma * grad, and grad_per_v is rstd^2 times the group's
 // mean of gamma * grad * (v - mean). `mean` is rounded to float, and grad_mean makes up for what that loses. Shared
-// memory holds dh * dh_scale = q * to_half in fp16. `scale` is the Model's, dh_scale the power of two. of_gamma and
-// of_beta are the sample's shares of the gradients of gamma and beta.
+// memory holds dh * dh_scale * kDhFactor = q * to_half in fp16. `scale` is the Model's, dh_scale the power of two.
+// of_gamma and of_beta are the sample's shares of the gradients of gamma and beta.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, grad_per_v, to_half, scale, rstd, dh_scale, of_gamma, of_beta, unused;
     template <typename T> __device__ __forceinline__ float q(float h, float grad) const {
@@ -1310,7 +1313,7 @@ template <typename T>
 __global__ void __launch_bounds__(32 * kMostOut)
     finish_groups(const __grid_constant__ ConvArguments p, Channel* channels) {
     __shared__ double2 sums[kMostOut];  // of grad, and of grad * (v - mean) * rstd
-    __shared__ float largest[kMostOut][2];  // |grad| and |dv/dz|
+    __shared__ float largest[kMostOut][2];  // |grad| and dv/dz
     const Statistics group = p.statistics[blockIdx.x];
     const int64_t first = int64_t(blockIdx.x) * p.group_channels;  // channel, of all samples' channels
     const int first_channel = int(first % p.out_channels);  // of the sample's
@@ -1355,8 +1358,8 @@ __global__ void __launch_bounds__(32 * kMostOut)
         float(dh_per_q * dh_scale * kDhFactor), scale, group.rstd, dh_scale, float(sums[c].y), float(sums[c].x)};
 }
 
-// By all threads of differentiate_rows: fills the tile with zeros, then stores the channels, the scales, and the
-// weights, which are divided by the scale that dh of their output channel has.
+// By all threads of differentiate_rows: fills shared memory with zeros, then stores the channels, the scales, and the
+// weights. A weight is multiplied by grad_x_scale and divided by dh_scale of its output channel.
 template <typename T>
 __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const RowBand& band) {
     constexpr int kWords = (sizeof(GradientTile) + kWarps * sizeof(Fetched<T>)) / sizeof(uint4);
@@ -1523,7 +1526,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
     const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
 #pragma unroll(HAS_LOW ? 2 : 1)  // as in add_to_x
     for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
-        uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
+        uint32_t hi[2][4], lo[2][4];  // [half]: 16 channels of dh by 16 columns
         for (int half = 0; half < 2; ++half) {
             const uint4* const channels = tile.dh[row & 1][2 * half + own_matrix % 2];
             const uint4* const from = channels + (2 * step + own_matrix / 2) * kSub + cell + 1;
@@ -1534,7 +1537,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
         for (int ky = 0; ky < 3; ++ky) {
             const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
-            uint32_t b[2][4];  // hi and lo of matrices 2 step to 2 step + 3: the first two for kx 0, the last for kx 2
+            uint32_t b[2][4];  // hi, lo of matrices 2 step to 2 step + 3: the first two for kx 0, the last two for kx 2
             uint32_t odd[4];  // matrices 2 step + 1 and 2 step + 2, of hi and then of lo, for kx 1
             load_matrices<true>(b[0], matrix(2 * step + own_matrix));
             if (HAS_LOW) load_matrices<true>(b[1], matrix(2 * step + own_matrix) + kPlane);
@@ -1723,8 +1726,8 @@ __global__ void __launch_bounds__(1024) add_rows(const float* sums, int64_t rows
     if (lane == 0 && summed < width) to[summed] = float(all);
 }
 
-// Bands of a sample in differentiate_rows, a block each. All samples' bands together are no more than the
-// multiprocessors, and a band, of whose rows two are computed twice, has eight or more; but a sample has at least one.
+// Bands of a sample in differentiate_rows, a block each: as many as the multiprocessors can run at once, with eight
+// rows or more, as two more rows of dh are computed for each band; but a sample has at least one band.
 static int bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
@@ -1765,7 +1768,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     if (error != 0) return error;
     finish_groups<T><<<unsigned(p.samples) * p.groups, 32 * p.group_channels, 0, stream>>>(p, channels);
     kernel<<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
-    // Mostly all of its blocks end at once. Eight for a sample, as few samples of a batch have values that overflow.
+    // Its blocks mostly end at once. A sample has eight, as few samples of a batch have values that overflow.
     differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     const int64_t rows = sizes[kSamples] * bands * kWarps;
     auto* const grad_parameters = static_cast<float*>(pointers[kGradParameters]);
@@ -1841,12 +1844,12 @@ bool are_valid(at::TensorList t, int64_t groups) {
 bool fits(const Tensor& x, bool recorded) {
     const c10::SymInt rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
     if (rows < 1 || columns < 2 || columns % 2 != 0 || rows * columns % 4 != 0) return false;
-    // All blocks together hold a sample, and a block has two rows of v or more. With 350 columns and 32 channels it
-    // needs 223.5 of 227 KiB, for x and two places of two rows. differentiate_rows takes 254 columns (kMostColumns).
+    // All blocks together must hold a sample, with two rows each. With 350 columns and 32 channels a block needs 223.5
+    // of 227 KiB, for x and two places of two rows. differentiate_rows takes 256 columns of x (kMostColumns).
     // With fewer than 2^25 samples, samples times groups stay below 2^30: an int, and a grid of finish_groups.
     const int sms = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
     if (x.sym_size(0) >= 1 << 25 || rows > 2 * sms || columns > (recorded ? 254 : 350)) return false;
-    // With gradients, partial sums are to be no more values than h, where a sample is one band of differentiate_rows.
+    // With gradients, the partial sums must be no more values than h, if a sample is one band of differentiate_rows.
     // (With more bands there are few samples, and the sums take at most about 11 MB.)
     return !recorded || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
 }
@@ -1974,9 +1977,9 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         }
         return found;
     }
-    // By the derivatives of the Model's lines, which PyTorch can differentiate again. They are taken by views of the
-    // tensors. For one of these may have been computed from another, and the gradient of that other must omit what goes
-    // through the first: autograd adds it later.
+    // By the derivatives of the Model's lines, which PyTorch can differentiate again. They are taken with respect to
+    // views of the tensors. For one tensor may have been computed from another, and that other's gradient must omit
+    // what goes through the first: autograd adds it later.
     static void differentiate_plainly(Context* context, const Tensor& grad, Gradients& tensors, Gradients& found) {
         Gradients wanted;
         for (int i = 0; i < kTensors; ++i) {
@@ -2003,7 +2006,7 @@ Tensor network(const Tensor& x, const Tensor& weight, const Tensor& conv_bias, c
     const bool any_size = x.sym_size(2).is_symbolic() || x.sym_size(3).is_symbolic();
     if (!are_valid(t, groups)) return plain(t, groups, eps);
     if ((recorded || !any_size) && !fits(x, recorded)) return plain(t, groups, eps);
-    if (at::autocast::is_autocast_enabled(at::kCUDA)) {  // the Model then returns float32, so the kernels take it
+    if (at::autocast::is_autocast_enabled(at::kCUDA)) {  // the Model then returns float32, so the kernels do
         for (Tensor& one : t) one = one.to(at::kFloat);
     }
     if (!recorded) return std::get<0>(call_forward(t, groups, eps));
@@ -2174,8 +2177,8 @@ class ModelNew(nn.Module):
     def _is_usual(self, conv: nn.Module, norm: nn.Module) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is large enough.
 
-        Each of up to 132 bands rounds its sums to 2^-47 of the largest total that can be (`add_to_total`). So the
-        variance may be off by 3e-12 and, with an eps of 1e-6, rstd of equal values by 1.4e-6 of itself.
+        Each of up to 144 bands rounds its sums to 2^-47 of the largest possible total (`add_to_total`). So the variance
+        may be off by 3.1e-12 and, if eps is 1e-6 and a group's values are equal, rstd by 1.5e-6 of itself.
         """
         if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:
             return False
