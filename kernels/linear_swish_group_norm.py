@@ -30,8 +30,8 @@ Read "The groups" first, from `activation` to `finish_group`, and "The product" 
 computed.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
-reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
-eager, with backward 7.60 ms, 3.04x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.56 ms, 4.9x. With cuBLAS's float32 product,
+reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.24 ms, 3.67x
+eager, with backward 7.68 ms, 3.01x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.57 ms, 4.9x. With cuBLAS's float32 product,
 which GPUs of 8.6 get, an earlier version took 5.9 ms in float32 on an H200, 1.4x eager.
 """
 
