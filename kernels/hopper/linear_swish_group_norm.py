@@ -1102,9 +1102,9 @@ __device__ __forceinline__ float sigmoid(float h) {
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 // For 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
 // s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, and by less where s is small,
-// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager may lose more by rounding s: to float16
-// where s is 2^-6 or more (h from -4.1 on), to bfloat16 where it is 2^-11 or more (h from -7.6 on). For lower h, s may
-// be less exact than eager's: it is off by up to 2^-19.7, and v by |h| times that.
+// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager may lose more by rounding s: to
+// float16 where s is 2^-6 or more (h from -4.1 on), to bfloat16 where it is 2^-11 or more (h from -7.6 on). For lower
+// h, s may be less exact than eager's: it is off by up to 2^-19.7, and v by |h| times that.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
