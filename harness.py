@@ -170,7 +170,10 @@ class Judge:
         chosen = problem.batch and (batch or problem.batch)  # None where a file does not let it be chosen
         if chosen and run.device == "cpu" and not (batch or run.constants):
             with check.of_the_model():
-                nbytes = bytes_of(problem.inputs(chosen, "meta", torch.float32, 0))
+                try:
+                    nbytes = bytes_of(problem.inputs(chosen, "meta", torch.float32, 0))
+                except Exception:  # it reads values, say
+                    nbytes = bytes_of(problem.inputs(chosen, "cpu", torch.float32, 0))
             chosen = check.smaller(chosen, nbytes, CPU_BYTES)
         if chosen:
             problem.choose(chosen)

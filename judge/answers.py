@@ -6,18 +6,23 @@ import contextlib
 import itertools
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Flag, auto
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
+from judge.gates import chunks, distance
 from judge.source import reseed
 
 RANDOM = "changes PyTorch's random state"
 REUSED = "gives the memory of an earlier answer again"
+APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
+MOST_BACKWARD, BACKWARD_SECONDS = 100, 0.1  # of one graph, whose backward pass may race
 # Of a name that the Model has for a tensor the candidate's; None where they are the same, {} where none was matched.
 Own = dict[str, str] | None
 
@@ -29,11 +34,11 @@ class How(Flag):
     TRAIN = auto()  # in training mode
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
-    SEEDED = auto()  # the Model draws random numbers: each timed call begins with the same ones
+    SEEDED = auto()  # the Model draws random numbers: each timed call begins from a seed that is told
     # How gradients are asked for.
     EXPANDED = auto()  # the incoming gradient is the same along the first dimension
     SLICED = auto()  # it is a slice, as behind torch.cat
-    TWICE = auto()  # two backward passes of one graph
+    TWICE = auto()  # many backward passes of one graph, of which the one that is the least like the first counts
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
     # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
@@ -61,6 +66,7 @@ class Request:
     # The judge reads how inputs and weights are made.
     change: Callable | None = None  # of each floating input
     weights: Callable | None = None  # of the Model's weights
+    alike: bool = False  # all sets of inputs are the first, which alone is not changed
     batch: int | None = None
     layout: str = "dense"
     # The judge reads what the answer has to be.
@@ -126,33 +132,54 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     for name, x in watched(module, sets, own).items():
         compares = x.layout == torch.strided and x.nbytes < small
         before[name] = x, x._version, x.detach().clone() if compares else x
-    reseed(request.seed)  # a Model and a candidate that draw random numbers alike draw the same
+    reseed(request.seed + APART)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
     recorded = request.direction != "forward"
-    calls = []
+    calls, held, given, reused = [], set(), memory_of(sets), False
     with torch.inference_mode() if How.INFERENCE in request.how else torch.set_grad_enabled(recorded):
         for position, i in enumerate(request.order):
             result = call(*sets[i])
+            reused |= bool(memory_of(result) & held)
             if i == 0 or position == len(request.order) - 1:
                 forms = [form_of(leaf, request) for leaf in tree_leaves(result)]
                 if How.CLONED in request.how:
                     result = tree_map_only(torch.Tensor, torch.clone, result)
                 calls.append((i, result, forms))
+                held |= memory_of(result) - given
             del result
     did = []
     answers = [answer_of(module, own, call, wanted[call[0]], request, did) for call in calls]
     did += written(before, watched(module, sets, own))
     if any(now != then for now, then in zip(rng_state(), states)):
         did.append(RANDOM)
-    given = memory_of(sets)
     if any(given & memory_of(result) for _, result, _ in calls):
         did.append("gives an input's memory as an output's")
     memory = [memory_of(answer.leaves) for answer in answers]
-    if any(a & b - given for a, b in itertools.combinations(memory, 2)):
+    if reused or any(a & b - given for a, b in itertools.combinations(memory, 2)):
         did.append(REUSED)
     for p in frozen:
         p.requires_grad_(True)
     return answers
+
+
+def apart(now: Iterable, first: Iterable) -> float:
+    """The largest distance between tensors of two answers."""
+    tensors = [(a, b) for a, b in zip(now, first) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
+    dense = [(a, b) for a, b in tensors if a.layout == b.layout == torch.strided and a.shape == b.shape]
+    pairs = (pair for a, b in dense if not same_bits(a, b) for pair in chunks(a, b))
+    return max((float(distance(a.double(), b.double()).max()) for a, b in pairs), default=0.0)
+
+
+def least_like_first(call: Callable[[], tuple]) -> tuple:
+    """Of some answers the one that is the least like the first, so that a race shows; the second, if all are alike."""
+    first, found, most, begin = call(), call(), 0.0, time.perf_counter()
+    for _ in range(MOST_BACKWARD):
+        if time.perf_counter() - begin > BACKWARD_SECONDS:
+            break
+        now = call()
+        if apart(now, first) > most:
+            found, most = now, apart(now, first)
+    return found
 
 
 def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did: list[str]) -> Answer:
@@ -164,9 +191,8 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
     if request.direction == "forward_backward" and wanted and roots:
         incoming = [normal_like(x, request) for x in roots]
         of = list(wanted.values())
-        if How.TWICE in request.how:
-            torch.autograd.grad(roots, of, incoming, allow_unused=True, retain_graph=True)
-        gradients = torch.autograd.grad(roots, of, incoming, allow_unused=True)
+        backward = partial(torch.autograd.grad, roots, of, incoming, allow_unused=True)
+        gradients = least_like_first(partial(backward, retain_graph=True)) if How.TWICE in request.how else backward()
         if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
@@ -213,7 +239,7 @@ def wanted_of(parameters: dict, inputs: list, request: Request) -> dict[str, tor
 
 def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
     """An incoming gradient, the same in all processes: normal numbers that hardly round in any dtype."""
-    generator = torch.Generator(x.device).manual_seed(request.seed)
+    generator = torch.Generator(x.device).manual_seed(request.seed + APART)
     values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
     if How.SLICED in request.how and x.dim():
         return torch.cat([values, values[..., :3]], -1)[..., : x.shape[-1]]
@@ -234,7 +260,7 @@ def tensors_of(tree) -> list[torch.Tensor]:
 
 
 def bytes_of(tree) -> int:
-    return sum(x.nbytes for x in tensors_of(tree))
+    return sum(x.nbytes for x in tensors_of(tree) if x.layout == torch.strided)
 
 
 def memory_of(tree) -> set[int]:

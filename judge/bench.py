@@ -1,10 +1,10 @@
 """How fast? All contenders take turns in rounds, in a random order, each in its own process, the others stopped.
 
 A turn is a call to warm up, on old inputs, and then a few calls, each a request of its own. The judge writes new
-inputs and, on a CPU, flushes the cache while the contender is stopped; resumes it and starts its clock; the contender
-makes the call, behind a flush on a GPU, times it by its own clock (events on a GPU) and hands the answer over, whether
-or not it was drawn to be looked at. What a turn takes beyond the sum that the contender claims is the same for all, so
-a candidate that takes more than eager there claims too little, and is rejected.
+inputs and incoming gradients and, on a CPU, flushes the cache while the contender is stopped; resumes it and starts its
+clock; the contender makes the call, behind a flush on a GPU, times it by its own clock (events on a GPU) and hands the
+answer over, whether or not it was drawn to be looked at. What a turn takes beyond the sum that the contender claims is
+the same for all, so a candidate that takes more than eager there claims too little, and is rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from judge.answers import RANDOM, How, Request, bytes_of, places_of, same_bits, tensors_of
+from judge.answers import RANDOM, How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import secret
 from judge.worker import FLUSH_BYTES, Rejected, settle
@@ -71,11 +71,14 @@ class Ring:
         if RANDOM in expected.did:
             self.request = replace(self.request, how=How.SEEDED)
         self.answers = case.room(expected)
-        nbytes = bytes_of(old)
+        outputs = zip(expected.leaves.values(), expected.forms)
+        self.roots = [x for x, (_, _, recorded) in outputs if recorded == "True" and direction == "forward_backward"]
+        self.incoming = case.share([normal_like(x, self.request) for x in self.roots])
+        nbytes = bytes_of([old, self.incoming])
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
         self.slot = case.share(old)
-        self.draws, self.fresh = [], []
-        self.keeps = nbytes <= CALLS_BYTES  # inputs of a round; otherwise they are drawn again for each contender
+        self.seeds, self.draws, self.fresh = [], [], []
+        self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
         self.old = old if self.keeps else []
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {"new": [], "eager": []}  # the answers that are looked at in the end
@@ -85,23 +88,32 @@ class Ring:
 
     def hand_out(self, name: str, seconds: float) -> dict:
         """Gives a contender what is timed, which may make it compile."""
-        own = self.case.own if name == "new" else None
-        given = {"own": own, "state": self.state, "inputs": self.slot, "answers": self.answers}
+        own = self.case.own if name == "new" or self.case.own == {} else None  # all give the same gradients
+        given = {"own": own, "state": self.state, "given": (self.slot, self.incoming), "answers": self.answers}
         return self.case.workers[name].ask("ready", request=self.request, seconds=seconds, **given)
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
-        self.draws = [partial(self.draw, secret.getrandbits(31), secret.uniform(0.9, 1.0)) for _ in range(calls)]
-        self.fresh = [draw() for draw in self.draws] if self.keeps else []
+        self.seeds = [secret.getrandbits(31) for _ in range(calls)]
+        self.draws = [partial(self.draw, seed, secret.uniform(0.9, 1.0)) for seed in self.seeds]
+        self.fresh = [self.drawn(i) for i in range(calls)] if self.keeps else []
 
     def draw(self, seed: int, factor: float) -> list:
         drawn = self.case.inputs(seed)
         self.case.scale(drawn, factor)
         return drawn
 
-    def write(self, inputs: list) -> None:
-        """While the contender is stopped: the inputs of a call, and on a CPU a flush of the cache."""
-        for new, x in zip(tensors_of(inputs), tensors_of(self.slot)):
+    def given(self, i: int) -> tuple[list, list]:
+        """The inputs of a call and the gradients that come in."""
+        return self.fresh[i] if self.keeps else self.drawn(i)
+
+    def drawn(self, i: int) -> tuple[list, list]:
+        request = replace(self.request, seed=self.seeds[i])
+        return self.draws[i](), [normal_like(x, request) for x in self.roots]
+
+    def write(self, inputs: list, incoming: list) -> None:
+        """While the contender is stopped: what a call is given, and on a CPU a flush of the cache."""
+        for new, x in zip(tensors_of([inputs, incoming]), tensors_of([self.slot, self.incoming])):
             if x.numel():
                 x.untyped_storage().copy_(new.untyped_storage())
         for x in self.answers:
@@ -114,7 +126,7 @@ class Ring:
 
     def warm_up(self, name: str) -> None:
         worker = self.case.workers[name]
-        self.write(self.old or self.case.inputs(0))
+        self.write(self.old or self.case.inputs(0), [])
         try:
             worker.ask("warm_up")
         except Rejected as failed:
@@ -133,8 +145,8 @@ class Ring:
         looked_at = secret.randrange(samples.calls)
         claimed, taken = [], 0.0
         for i in range(samples.calls):
-            self.write(self.fresh[i] if self.keeps else self.draws[i]())
-            reply = worker.ask("time", flushes=flushes)
+            self.write(*self.given(i))
+            reply = worker.ask("time", flushes=flushes, seed=self.seeds[i])
             ms = reply["ms"]
             if not 0 < ms < math.inf:
                 raise Rejected(f"claims that a call took {ms} milliseconds")
@@ -142,7 +154,7 @@ class Ring:
             taken += 1e3 * (worker.answered - worker.asked)
             if place is not None and i == looked_at:
                 given = [x.clone() for x in places_of(reply["forms"], self.answers)]
-                kept[place : place + 1] = [(reply["forms"], given, self.draws[i])]
+                kept[place : place + 1] = [(reply["forms"], given, self.draws[i], self.seeds[i])]
         samples.ms[name].append(sum(claimed) / len(claimed))
         samples.beyond[name].append(taken - sum(claimed))
         return claimed
@@ -157,8 +169,8 @@ class Ring:
         worker, beyond = self.case.workers["eager"], 0.0
         self.warm_up("eager")
         for i, ms in enumerate(claimed):
-            self.write(self.fresh[i] if self.keeps else self.draws[i]())
-            reply = worker.ask("time", flushes=flushes, waits=ms)
+            self.write(*self.given(i))
+            reply = worker.ask("time", flushes=flushes, seed=self.seeds[i], waits=ms)
             beyond += 1e3 * (worker.answered - worker.asked) - reply["ms"]
         samples.stand_in.append(beyond)
 
@@ -190,8 +202,9 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
     return samples
 
 
-def look_at(case: Case, request: Request, name: str, forms: list, given: list, draw: Callable) -> None:
+def look_at(case: Case, request: Request, name: str, forms: list, given: list, draw: Callable, seed: int) -> None:
     """Raises Rejected where a timed answer is wrong; eager's errors do not count."""
+    request = replace(request, seed=seed)
     with of_the_model(case.precision):
         (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
     errors = case.errors
@@ -225,11 +238,13 @@ def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:
 
 def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: int, least: int) -> None:
     """`least` times MIN_ROUNDS to MAX_ROUNDS, until the time is up; a baseline that fails leaves them, with a note."""
-    deadline, spot = time.perf_counter() + seconds * len(case.workers), secret.randrange(MIN_ROUNDS)
+    deadline, spot = time.perf_counter() + seconds * len(case.workers), 0
     for turn in range(MAX_ROUNDS):
         if turn >= least * MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
+        if turn % MIN_ROUNDS == 0:  # a helper may come late and end early
+            spot = turn + secret.randrange(MIN_ROUNDS)
         if turn == spot and "new" in case.workers and case.workers["new"].strays():
             raise Rejected(ESCAPED)
         for name in secret.sample(list(case.workers), len(case.workers)):

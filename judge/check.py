@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -17,7 +18,7 @@ from math import inf, nan
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_any, tree_map_only
 
 from judge import gates, switches
 from judge.answers import RANDOM, REUSED, Answer, How, Own, Request, answers_of, bytes_of, same_bits, tensors_of
@@ -28,7 +29,11 @@ from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared,
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
 LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no larger inputs and answer
+SMALL = 0.01  # of the largest value of an output: by so much, at most, a small one may be off, besides the gates
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
+LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
+MOST_STEPS, STEPS_TRIED = 1e-3, 32  # the share of places where the Model may jump; other inputs, to see whether it does
+RACES = How.REPEATED | How.THREADS | How.TWICE  # what goes wrong now and then counts as often as it is seen
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -72,6 +77,7 @@ class Case:
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
+    drawn: dict[str, list] = field(default_factory=dict)  # at random, by name: the candidate's, two of the Model's
 
     def inputs(self, seed: int, batch: int | None = None) -> list:
         """The same on every call: they are drawn again rather than kept, which would take memory."""
@@ -118,9 +124,9 @@ class Case:
         own = self.own if role == "new" else None
         return self.workers[role].ask("call", request=request, own=own, states=states, sets=sets, answers=places)
 
-    def answers(self, model: torch.nn.Module, sets: list, request: Request) -> list[Answer]:
+    def answers(self, model: torch.nn.Module, sets: list, request: Request, call=None) -> list[Answer]:
         """A Model's; without its weights' gradients and its state, where the candidate's could not be matched."""
-        return answers_of(model, sets, request, {} if self.own == {} else None)
+        return answers_of(model, sets, request, {} if self.own == {} else None, call)
 
     def drop(self, name: str, failed: Rejected) -> None:
         """A baseline that fails leaves, with a note. Without eager or the candidate there is nothing to judge."""
@@ -144,7 +150,8 @@ class Case:
         with switches.kept(self.precision):
             model = cast(copy.deepcopy(model), dtype or self.dtype).train(How.TRAIN in request.how)
             request = replace(request, order=(0,), how=request.how & ~How.POISONED)
-            return self.answers(model, [inputs], request)[0].leaves
+            call = partial(gates.in_float64, model) if dtype == torch.float64 else None
+            return self.answers(model, [inputs], request, call)[0].leaves
 
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
@@ -170,6 +177,14 @@ class Case:
         narrow = max(coarse, self.eps)
         least = gates.TOLERANCE[self.precision][self.dtype]
         return max(least, gates.ULPS * narrow) if narrow > torch.finfo(self.dtype).eps else least
+
+
+def scale_of(case: Case, request: Request, name: str, x: torch.Tensor) -> float:
+    """Gate 1's. Gate 2 sees that an output of small numbers is right; where it is not asked, gate 1 is to see them."""
+    scale, usual, tolerance = gates.scale_of(name, x), case.errors.get(name), case.tolerance(x)
+    if request.both_gates or usual is None or not tolerance:
+        return scale
+    return min(scale, SMALL * float(usual.most[2]) / tolerance)
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +269,10 @@ def smaller(batch: int | None, nbytes: int, most: float) -> int | None:
 def comparable(case: Case) -> None:
     """Raises Rejected if the Model's answers are no measure of the candidate's."""
     inputs, coarsest = case.inputs(0), gates.Coarsest()
-    case.shapes, nbytes = [list(x.shape) for x in tensors_of(inputs)], bytes_of(inputs)
+    case.shapes = [list(x.shape) for x in tensors_of(inputs)]
+    if other := [str(x.layout) for x in tensors_of(inputs) if x.layout != torch.strided]:
+        raise Rejected(f"the Model is given tensors of {other[0]}, which the judge cannot hand out")
+    nbytes = bytes_of(inputs)
     with of_the_model(case.precision):
         (first,) = answers_of(case.model, [inputs], Request(""))
         del inputs  # gigabytes, maybe
@@ -263,6 +281,8 @@ def comparable(case: Case) -> None:
         (other,) = answers_of(case.model, [case.inputs(1)], Request(""))
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
+    if any(x.shape != y.shape for x, y in pairs if isinstance(y, torch.Tensor)):
+        raise Rejected("the Model's answer has another shape for other values, so the judge has no memory for it")
     case.constant = all(same_bits(x, y) for x, y in pairs)
     most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
     case.small_batch = smaller(case.batch, nbytes + bytes_of(first.leaves), most)
@@ -368,7 +388,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
             reject(request, [*error.args], error.kind)
         elif error.kind == "memory" and not must:
             case.notes.append(f"not asked for want of memory: {request.when}")
-        elif error.kind == "uncertain" and draws > 1:
+        elif error.kind == "uncertain" and draws > 1 and not request.how & RACES:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
         elif error.kind in ("wrong", "uncertain") and How.TRAIN in request.how and as_in_eval(case, request):
             case.lacks("has no training mode: it answers as in eval mode")
@@ -398,10 +418,13 @@ def put(case: Case, request: Request, must: bool) -> None:
     changed = []
 
     def draw(i: int) -> list:
-        drawn = case.inputs(request.seed + 100 * i, request.batch)
-        if request.change:
+        drawn = case.inputs(request.seed + 100 * i * (not request.alike), request.batch)
+        if request.change and (i or not request.alike):
             reseed(request.seed + i)
             changed.append(case.change(drawn, request.change))
+            if request.change is Inputs.other_integers and tree_any(lambda x: type(x) is float, drawn):
+                changed.append(True)
+                drawn = tree_map_only(float, lambda x: 0.5 * x, drawn)
         return tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
 
     sets = [draw(i) for i in sorted(set(request.order))]
@@ -467,14 +490,14 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     given = [new.to(eager.device) for eager, new in zip(answer.tensors().values(), given)]
     pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]
     if RANDOM in answer.did:
-        found = (gates.unlike(name, new, eager, case.tolerance(eager)) for name, eager, new in pairs)
+        found = (unlike(case, request, draw, model, *pair) for pair in pairs)
         reject(request, [why for each in found for why in each])
         return
     wrong, uncertain = [], 0
     exact = cache(lambda: case.exact(request, draw(), model))  # when it is first wanted
     theirs = [new for new in given if new.dtype == torch.int64]
     for name, eager, new in pairs:
-        tolerance, scale = case.tolerance(eager), gates.scale_of(name, eager)
+        tolerance, scale = case.tolerance(eager), scale_of(case, request, name, eager)
         inexact = eager.is_floating_point() or eager.is_complex()
         if inexact and request.any_infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(gates.as_numbers, (new, eager)))
@@ -489,7 +512,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         if not found.far:
             continue
         if right and (gates.as_numbers(new).isnan() == gates.as_numbers(eager).isnan()).all():
-            close = gates.are_close(new, right[name], tolerance, gates.scale_of(name, right[name]))
+            close = gates.are_close(new, right[name], tolerance, scale_of(case, request, name, right[name]))
             if close or (not request.both_gates and not [*found.over_limit(case.eps)]):
                 continue  # the Model is far off itself
             uncertain += not request.both_gates
@@ -500,6 +523,23 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong")
 
 
+def unlike(case: Case, request: Request, draw: Callable, model, name: str, eager, new) -> list[str]:
+    """Why an output cannot be drawn as the Model's is. Values of small outputs are gathered until they are enough."""
+    if not name.startswith("output") or not eager.is_floating_point() or not eager.numel():
+        return []
+    if How.THREADS in request.how:  # they draw from one generator, in any order
+        return []
+    if gates.are_close(new, eager, case.tolerance(eager), 1.0):
+        return []
+    other = case.plain(model, draw(), replace(request, seed=request.seed + 1))[name]
+    drawn = case.drawn.setdefault(name, [])
+    drawn.append([x.double().reshape(-1) for x in (new, eager, other)])
+    if sum(len(values) for values, *_ in drawn) < gates.LEAST_VALUES:
+        return []
+    del case.drawn[name]
+    return gates.unlike(name, *map(torch.cat, zip(*drawn)))
+
+
 def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> None:
     """Other strides are no drop-in; so are outputs that want no gradient, where gradients are not what is judged."""
     wrong = []
@@ -508,7 +548,8 @@ def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> 
             is_wrong = request.both_gates and request.direction != "forward" or RANDOM in answer.did
             (wrong.append if is_wrong else case.lacks)(f"{name} has requires_grad {my_grad}, the Model's {grad}")
         if mine != theirs:
-            wrong.append(f"{name} is {mine}, the Model's is {theirs}")
+            of_layout = name.startswith("gradient") and re.sub(LAYOUT, "", mine) == re.sub(LAYOUT, "", theirs)
+            (case.lacks if of_layout else wrong.append)(f"{name} is {mine}, the Model's is {theirs}")
         elif my_strides != strides and not any(why.startswith(f"{name} has the strides") for why in case.no_dropin):
             case.lacks(f"{name} has the strides {my_strides}, the Model's {strides}")
     reject(request, wrong)
@@ -529,5 +570,32 @@ def explained_by_ties(case: Case, request: Request, draw: Callable, model, name:
         agrees = torch.isclose(gates.as_numbers(new), other, tolerance, tolerance, equal_nan=True)
         new = torch.where(agrees if tolerance else agrees.all(), eager, new)
         if gates.are_close(new, eager, tolerance, 1.0):
-            break
-    return new
+            return new
+    return explained_by_steps(case, request, draw, model, name, new, eager)
+
+
+def explained_by_steps(case: Case, request: Request, draw: Callable, model, name: str, new, eager):
+    """The tensor, with the Model's values in those few places where the Model itself jumps from one to the other, if
+    inputs and weights differ in their last bits: a product is compared with a threshold, or rounded to a step.
+
+    What the Model gives there is one of the two each time, never something between: that would be a large error.
+    """
+    tolerance = case.tolerance(eager)
+    eager, new = gates.as_numbers(eager), gates.as_numbers(new).to(gates.as_numbers(eager).dtype)
+    alike = partial(torch.isclose, rtol=tolerance, atol=tolerance, equal_nan=True)
+    far = ~alike(new, eager)
+    if not 0 < far.sum() <= max(1, MOST_STEPS * far.numel()) or case.dtype.itemsize < 4:
+        return new
+    jumps = ~torch.isclose(new, eager, rtol=4 * tolerance, atol=4 * tolerance, equal_nan=True)
+    seen = torch.zeros_like(far)
+    for attempt in range(STEPS_TRIED):
+        inputs, other = draw(), copy.deepcopy(model)
+        reseed(attempt)
+        for x in [*tensors_of(inputs), *other.parameters()]:
+            if x.is_floating_point() and x.layout == torch.strided:
+                x.data.mul_(1 + (torch.rand_like(x) * 2 - 1) * gates.ULPS * torch.finfo(x.dtype).eps)
+        with contextlib.suppress(Exception):
+            given = gates.as_numbers(case.plain(other, inputs, request)[name])
+            here = alike(given, new)
+            seen, jumps = seen | here, jumps & (here | alike(given, eager))
+    return torch.where(jumps & seen, eager, new)

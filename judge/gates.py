@@ -14,11 +14,12 @@ from math import inf
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 ERROR_RATIO = 2.0
 ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in another order, another library's tanh
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
+LEAST_VALUES = 1000  # of what is drawn at random: of fewer nothing is said
 STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
@@ -136,19 +137,24 @@ def scale_of(name: str, x: torch.Tensor) -> float:
     return max(1.0, norm / max(1, x.numel()) ** 0.5)
 
 
-def unlike(name: str, new: torch.Tensor, eager: torch.Tensor, tolerance: float) -> list[str]:
-    """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not."""
-    if not name.startswith("output") or not eager.is_floating_point() or eager.numel() < 1000:
-        return []
-    if are_close(new, eager, tolerance, 1.0):
-        return []
-    new, eager = new.double(), eager.double()
+def unlike(name: str, new: torch.Tensor, eager: torch.Tensor, other: torch.Tensor) -> list[str]:
+    """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not, nor how
+    far they are from the Model's: not farther than `other`, the Model's for the same inputs when it draws again."""
+    figures = {
+        "mean": (new, eager),
+        "mean square": (new.square(), eager.square()),
+        "share of zeros": ((new == 0).double(), (eager == 0).double()),
+        "share of finite numbers": (new.isfinite().double(), eager.isfinite().double()),
+        "mean square distance from the Model's": (torch.square(new - eager), torch.square(other - eager)),
+    }
     said = []
-    figures = {"mean": lambda x: x, "mean square": torch.square, "share of zeros": lambda x: (x == 0).double()}
-    for what, of in figures.items():
-        mine, theirs = of(new), of(eager)
-        spread = STANDARD_ERRORS * ((mine.var() + theirs.var()) / eager.numel()).sqrt() + 1e-6 * theirs.abs().mean()
-        if not abs(mine.mean() - theirs.mean()) <= spread:
+    for what, (mine, theirs) in figures.items():
+        mine, theirs = (x[x.isfinite()] for x in (mine, theirs))
+        if min(len(mine), len(theirs)) < LEAST_VALUES:
+            continue
+        spread = STANDARD_ERRORS * (mine.var() / len(mine) + theirs.var() / len(theirs)).sqrt()
+        more = mine.mean() - theirs.mean()
+        if not (more if "distance" in what else abs(more)) <= spread + 1e-6 * theirs.abs().mean():
             said.append(f"{name}: the {what} is {mine.mean():.4g}, that of the Model's {theirs.mean():.4g}")
     return said
 
@@ -164,6 +170,25 @@ class Coarsest(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 self.eps = max(self.eps, torch.finfo(x.dtype).eps)
         return result
+
+
+class InFloat64(TorchFunctionMode):
+    """float64 where the Model itself asks for float32, or for nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def in_float64(model: torch.nn.Module, *inputs):
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InFloat64():
+            return model(*inputs)
+    finally:
+        torch.set_default_dtype(usual)
 
 
 # Operations that choose among equal values, and the place of `dim` among their positional arguments.

@@ -41,8 +41,8 @@ class Inputs:
         few_of_some = every(lambda x: few(x.reshape(-1)[: 1 << 12]))  # of all it takes a second to see
         self.few = self.floating and not self.equal and few_of_some and every(few)
         self.sorted = not self.equal and every(lambda x: ends and bool((x.diff(dim=-1) >= 0).all()))
-        mirrored = lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)  # noqa: E731
-        self.symmetric = not self.equal and every(mirrored)
+        is_mirrored = lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)  # noqa: E731
+        self.symmetric = not self.equal and every(is_mirrored)
         shares = lambda x: ends and float(x.min()) >= 0 and bool(((x.sum(-1) - 1).abs() < 0.02).all())  # noqa: E731
         self.shares = self.floating and every(shares)
         same = bool(draws) and all(torch.equal(x, draws[0]) for x in draws)
@@ -67,7 +67,7 @@ class Inputs:
         if self.sorted:
             x.copy_(x.sort(-1).values)
         if self.symmetric:
-            x.copy_(torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone()))
+            x.copy_(mirrored(x))
         if self.equal:
             x.fill_(x.reshape(-1)[0].item())
         if self.shares:
@@ -75,12 +75,15 @@ class Inputs:
         return not torch.equal(before, x)
 
     def other_integers(self, x: torch.Tensor) -> bool:
-        """Others of the range that is there, and truth values of both kinds; what is sorted keeps its ends."""
-        if x.is_complex() or not x.numel() or x.dim() == 0 or x.is_floating_point():
+        """Others of the range that is there, and truth values of both kinds; what is sorted keeps its ends. Of few
+        numbers in floating point, as those of a mask, each row keeps its own."""
+        if x.is_complex() or not x.numel() or x.dim() == 0 or x.is_floating_point() and not self.few:
             return False
         before = x.clone()
         if x.dtype == torch.bool:
             x.copy_(torch.rand(x.shape, device=x.device) < 0.5)
+        elif self.floating:
+            x.copy_(x if self.sorted else x[..., torch.randperm(x.shape[-1], device=x.device)])
         elif self.order:
             x.copy_(x.reshape(-1)[torch.randperm(x.numel(), device=x.device)].view(x.shape))
         elif not self.equal:
@@ -89,7 +92,13 @@ class Inputs:
             if self.sorted:
                 x.copy_(x.sort(-1).values)
                 x[..., :1], x[..., -1:] = ends
+        if self.symmetric:
+            x.copy_(mirrored(x))
         return not torch.equal(before, x)
+
+
+def mirrored(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone())
 
 
 def part(x: torch.Tensor) -> torch.Tensor:
@@ -121,6 +130,13 @@ def fill_two(x: torch.Tensor, value: float) -> None:
         x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
 
 
+def reverse_middle(x: torch.Tensor) -> None:
+    """The sum stays, and so do the first and the last rows, and zeros."""
+    middle = x[len(x) // 4 : len(x) - len(x) // 4] if x.dim() else x
+    places = shiftable(middle)
+    middle[places] = middle[places].flip(0)
+
+
 LENIENT = {"may_differ": True, "may_refuse": True}
 MAY_REFUSE = {"may_refuse": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
@@ -138,6 +154,7 @@ REQUESTS = {
     "forward": [
         Request("two instances with other weights in turns", how=How.TWIN),
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
+        Request("inputs that differ from the last ones in the middle", order=(0, 1), change=reverse_middle, alike=True),
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
@@ -150,7 +167,8 @@ REQUESTS = {
         FINITE("values far below 0", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
-        FINITE("other integers and masks", change=Inputs.other_integers),
+        FINITE("inputs that are all zero", change=lambda x: x.zero_()),
+        FINITE("other integers and masks, half of each number", change=Inputs.other_integers),
         Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
         Request(
             "infinities of both signs in each input", change=partial(fill_two, value=inf), any_infinite=True, **LENIENT

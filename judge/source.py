@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import io
+import random
 import re
 import sys
 import tokenize
@@ -103,11 +104,15 @@ class Problem:
             inputs = self.module.get_inputs(**chosen if is_argument else {})
         if chosen:
             self.module.batch_size = self.constants.get("batch_size", self.batch)
-        return tree_map_only(torch.Tensor, lambda x: to_dtype(x, dtype, device), list(inputs))
+        return tree_map_only(torch.Tensor, lambda x: to_dtype(x.detach(), dtype, device), list(inputs))
 
 
 def reseed(seed: int) -> None:
-    """torch.manual_seed, but for the kinds of devices that nobody has here: of each that keeps where it was called."""
+    """torch.manual_seed, but for the kinds of devices that nobody has here: of each that keeps where it was called; and
+    the numbers of Python's random and of NumPy, which a file may draw, too."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)

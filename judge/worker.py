@@ -49,22 +49,21 @@ from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.answers import (
+    APART,
     How,
     Own,
     Request,
     answers_of,
+    apart,
     compared,
     form_of,
-    normal_like,
     parameters_by_name,
     places_of,
     roots_of,
-    same_bits,
     state_by_name,
     tensors_of,
     wanted_of,
 )
-from judge.gates import chunks, distance
 from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, reseed, set_precision
 from judge.switches import Switches
 
@@ -151,11 +150,12 @@ def reduced(storage: torch.UntypedStorage) -> tuple:
 
 def state_of(module: torch.nn.Module) -> Iterator[list[str]]:
     """Of each tensor in the state_dict its name, its dtype and shape, a hash of its bits, and what else is told."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, x in module.state_dict(keep_vars=True).items():
         if isinstance(x, torch.Tensor):
             host = compared(x).cpu().contiguous()
             bits = hashlib.sha256(ctypes.string_at(host.data_ptr(), host.nbytes)).hexdigest()[:16]
-            kind = "parameter" if isinstance(x, torch.nn.Parameter) else "buffer"
+            kind = "parameter" if name in parameters else "buffer"
             kind += " without a gradient" * (kind == "parameter" and not x.requires_grad)
             yield [name, f"{x.dtype}, shape {list(x.shape)}", bits, kind]
 
@@ -243,6 +243,9 @@ class Contender:
             try:
                 with torch.no_grad():
                     copies = [copy.deepcopy(made), copy.deepcopy(made)]
+                for mine, theirs in zip(made.parameters(), zip(*(each.parameters() for each in copies))):
+                    for each in theirs:  # a scripted module's copy wants none
+                        each.requires_grad_(mine.requires_grad)
             except Exception as error:
                 lacks.append(f"copy.deepcopy does not copy it: {last_line(error)}")
         first, *last = copies or [make(seed)]
@@ -274,7 +277,9 @@ class Contender:
         self.said = self.switches.put_back()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module = self.modules[0].train(bool(request.how & (How.TRAIN | How.IGNORED)))
+        module, training = self.modules[0], bool(request.how & (How.TRAIN | How.IGNORED))
+        if module.training != training:  # else not: what is made from weights at each eval() would never grow old
+            module.train(training)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip(self.modules, (states[0], states[1], states[1])):
@@ -298,7 +303,8 @@ class Contender:
             found = answers_of(module, inputs, request, own, self._caller(module, inputs, request))
             for answer, places in zip(found, answers):
                 self._hand_over(answer.leaves.values(), places)
-        module.eval()
+        if module.training:
+            module.eval()
         for x, before in stand:
             x.detach().copy_(before)
         if How.MOVED in request.how:
@@ -325,16 +331,19 @@ class Contender:
 
         return call
 
-    def ready(self, request: Request, own: Own, state: dict, inputs: list, answers: list, seconds: float) -> dict:
-        """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
+    def ready(self, request: Request, own: Own, state: dict, given: tuple, answers: list, seconds: float) -> dict:
+        """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle.
+
+        `given`: the inputs, and the gradients that come in.
+        """
         self.rest()
         self.take(self.modules[0], state, own)
-        self.request, self.answers, self.given = request, answers, inputs
+        self.request, self.answers, self.given = request, answers, given
         # The judge's memory itself; where a GPU's cannot be shared, a copy that is renewed before each call.
-        self.inputs = inputs = tree_map_only(torch.Tensor, lambda x: x.to(self.device), inputs)
-        self.wanted = list(wanted_of(parameters_by_name(self.modules[0], own), inputs, request).values())
-        if request.direction == "forward_backward" and self.wanted:
-            self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*inputs))]
+        self.inputs, self.incoming = tree_map_only(torch.Tensor, lambda x: x.to(self.device), given)
+        self.wanted = list(wanted_of(parameters_by_name(self.modules[0], own), self.inputs, request).values())
+        if not self.wanted:
+            self.incoming = []
         nbytes = FLUSH_BYTES["cuda"] if self.gpu else AWAKE_BYTES
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._clocked(1)
@@ -354,12 +363,13 @@ class Contender:
         said, self.said = self.said, []
         return {"switched": [*dict.fromkeys(said), *self.switches.put_back()]}
 
-    def time(self, flushes: int, waits: float | None = None) -> dict:
+    def time(self, flushes: int, seed: int, waits: float | None = None) -> dict:
         """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against.
 
-        With `waits` the GPU waits for so many milliseconds in place of the call.
+        `seed`: of the random numbers, where the Model draws any. With `waits` the GPU waits for so many milliseconds in
+        place of the call.
         """
-        ms, _, _, leaves = self._clocked(flushes, waits)
+        ms, _, _, leaves = self._clocked(flushes, waits, seed)
         outputs = len(leaves) - len(self.wanted) * bool(self.incoming)
         forms = [form_of(leaf, self.request if i < outputs else None) for i, leaf in enumerate(leaves)]
         self._hand_over(leaves, places_of(forms, self.answers))
@@ -396,17 +406,17 @@ class Contender:
         torch.cuda._sleep(int(ms * self.cycles_of_ms))
         return [torch.empty_like(x) for x in self.answers]
 
-    def _clocked(self, flushes: int, waits: float | None = None) -> tuple:
+    def _clocked(self, flushes: int, waits: float | None = None, seed: int = 0) -> tuple:
         """Of a call its milliseconds, the host's microseconds, the flush's milliseconds, and what it gave.
 
         On a GPU all is queued behind the flush. On a CPU the judge has flushed the cache.
         """
         self.said += self.switches.put_back()
-        for mine, x in zip(tensors_of(self.inputs), tensors_of(self.given)):
+        for mine, x in zip(tensors_of([self.inputs, self.incoming]), tensors_of(self.given)):
             if mine is not x:
                 mine.data.copy_(x)
         if How.SEEDED in self.request.how:
-            reseed(self.request.seed)
+            reseed(seed + APART)
         if not self.gpu:
             self.buffer.zero_()
             begin = perf_counter()
@@ -471,11 +481,9 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
         with torch.no_grad():
             start.wait()
             now = call(*own(sets[i]))
-        for a, b in zip(dense(now), dense(first[i])):
-            pairs = chunks(a, b) if a.shape == b.shape and not same_bits(a, b) else []
-            apart = max((float(distance(x.double(), y.double()).max()) for x, y in pairs), default=0.0)
-            if apart > most[i]:
-                found[i], most[i] = now, apart
+        distance = apart(*map(plain_tensors, (now, first[i])))
+        if distance > most[i]:
+            found[i], most[i] = now, distance
 
     begin = perf_counter()
     with ThreadPoolExecutor(len(sets)) as pool:
@@ -489,8 +497,8 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
     return found
 
 
-def dense(tree) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(tree) if type(x) is torch.Tensor and x.layout == torch.strided]
+def plain_tensors(tree) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if type(x) is torch.Tensor]
 
 
 def captured(module, *inputs):

@@ -478,6 +478,15 @@ def test_what_is_found_is_timed_again_in_new_processes(last, judge, monkeypatch,
     assert last or run.ok and run.rounds >= bench.MORE_ROUNDS**2 * bench.MIN_ROUNDS
 
 
+def test_what_goes_on_beside_a_candidate_is_looked_for_until_the_end():
+    asked, turns = [], []
+    ring = SimpleNamespace(renew=turns.append, take_turn=lambda *given: [])
+    worker = SimpleNamespace(strays=lambda: asked.append(len(turns)))
+    bench.rounds(SimpleNamespace(workers={"new": worker}, device="cpu"), ring, math.inf, Samples(), 0, 1)
+    whole = bench.MAX_ROUNDS // bench.MIN_ROUNDS
+    assert [(turn - 1) // bench.MIN_ROUNDS for turn in asked][:whole] == [*range(whole)]
+
+
 def test_noise_does_not_come_back_in_more_rounds_and_hidden_time_does():
     noise = random.Random(0)
 
