@@ -90,20 +90,18 @@ def test_default_dtype_and_device_are_respected(case):
         torch.set_default_dtype(torch.float32)
 
 
-NEW_WEIGHTS = [
-    lambda p: p.data.mul_(-0.7),
-    lambda p: p.data.copy_(torch.randn_like(p)),
-    lambda p: setattr(p, "data", p.data * 2),
-]
-
-
 @first_cases
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_new_weights_are_used_at_once(case, device, count):
     """Nothing is kept from an earlier call: neither a step of an optimiser nor a write through .data goes unseen."""
+    changes = [
+        lambda p: p.data.mul_(-0.7),
+        lambda p: p.data.copy_(torch.randn_like(p)),
+        lambda p: setattr(p, "data", p.data * 2),
+    ]
 
     def change_after_a_call(model, new, inputs):
-        for change in NEW_WEIGHTS[:count]:
+        for change in changes[:count]:
             forward(new, inputs)
             for one, other in zip(model.parameters(), new.parameters(), strict=True):
                 change(other)

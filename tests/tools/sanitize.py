@@ -152,7 +152,6 @@ def call_all(stem: str, path: Path, deadline: float) -> None:
     additions = library.Library("aten", "IMPL")
     additions.impl("addmm", lambda bias, a, b, **_: torch.add(torch.mm(a, b), bias), "CUDA")
     additions.impl("addmm.out", lambda bias, a, b, *, out, **_: torch.add(torch.mm(a, b), bias, out=out), "CUDA")
-    # The product of fp16 numbers in float32, which these have exactly.
     additions.impl("mm.dtype", lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)) + 0, "CUDA")
 
     def convolve(x, weight, *_):  # one launch for all samples: the tools need memory for each, and ran out of it
