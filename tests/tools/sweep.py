@@ -3,10 +3,11 @@
     python tests/tools/sweep.py [--dtype float32,bfloat16] [--precision high] [--compile] [--json FILE] NAME ...
 
 Forward without gradients, and forward with backward, x's gradient included. All contenders are in one process and take
-turns. On a GPU a call is timed by events, behind a flush of the L2 cache, while the GPU is busy until the call has been
-launched: so it is the GPU's time alone; host_time.py times the host. A factor is the median of the rounds' ratios.
-harness.py --sweep also checks every answer, but takes minutes for what this does in seconds. Where memory is short the
-batch is halved until all fit; the line says which batch it was. Exit code 1 if a row is slower than eager by over 3%.
+turns. On a GPU a call is timed by events, behind a flush of the L2 cache, while the GPU is busy for some 0.5 ms. What
+the host takes to launch a call beyond these is in its time, as in some small backward passes. A factor is the median of
+the rounds' ratios. harness.py --sweep also checks every answer, but takes minutes for what this does in seconds. Where
+memory is short the batch is halved until all fit; the line says which batch it was. Exit code 1 if a row is slower than
+eager by over 3%.
 """
 
 import argparse
