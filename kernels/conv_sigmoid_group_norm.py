@@ -176,8 +176,8 @@ constexpr int kPairStep = kColumns / kPairs;     // columns from one of a thread
 // kernel needs, and two that are unused, against bank conflicts.
 constexpr int kPitch = kColumns + 4;
 constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`, 8 unused
-constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // of the staging memory of `write_rows`: 16 channels a warp
-constexpr int kLine = 32;  // unsigned from one sample's counter to the next: a cache line each, 128 bytes
+constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // of the row buffer of `write_rows`: 16 channels a warp
+constexpr int kCounterStep = 32;  // unsigned from one sample's counter to the next: a cache line each, 128 bytes
 
 enum Direction { kForward, kBackward, kInputGradient };
 // What a launch does: kSums publishes sums, kFinish computes the output from them, kWait does both, and waits between.
@@ -188,7 +188,7 @@ struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group. mean 
 struct Arguments {
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
-    unsigned* done;  // (samples, kLine): tiles that have published; zeros before the launch
+    unsigned* done;  // (samples, kCounterStep): tiles that have published; zeros before the launch
     double2* partials;  // (samples, groups, parts, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
@@ -208,7 +208,7 @@ struct Arguments {
     int weight_sets;
     Mode mode;
     float eps;
-    double share;  // 1 / the number of values of a group
+    double per_value;  // 1 / the number of values of a group
 };
 
 // The first pixel and channel of a tile, and that channel's group.
@@ -446,11 +446,12 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
 template <typename T, int PACK, Direction DIRECTION>
 __device__ __forceinline__ float receive_packs(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
-    const int channels = channels_of_stage(p, first), image = p.lines * kPitch;
+    const int channels = channels_of_stage(p, first), channel_pixels = p.lines * kPitch;
     float unit = 1;
     if constexpr (kTensor) {
         const auto load = [&](int c, int pixel) {
-            return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * image + pixel) : Pack<T, PACK>();
+            return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * channel_pixels + pixel)
+                                : Pack<T, PACK>();
         };
         float scale = 1, largest[kStage] = {};  // in the backward of each channel, else [0] of all
         if constexpr (kPieces<T> == 2 || DIRECTION == kBackward) {
@@ -496,12 +497,12 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
 #pragma unroll
             for (int i = 0; i < kPieces<T> * PACK; ++i) {
                 const int piece = i / PACK, k = i % PACK;
-                reinterpret_cast<Pack<Piece<T>, kStage>*>(x)[piece * image + pixel + k] = pieces[piece][k];
+                reinterpret_cast<Pack<Piece<T>, kStage>*>(x)[piece * channel_pixels + pixel + k] = pieces[piece][k];
             }
         });
     } else if constexpr (sizeof(T) == 2) {
         for_each_pack<PACK>(p, channels, [&](int channel, int line, int column) {
-            const int at = channel * image + line * kPitch + column;
+            const int at = channel * channel_pixels + line * kPitch + column;
 #pragma unroll
             for (int i = 0; i < PACK; ++i) x[at + i] = to_float(raw[at + i]);
         });
@@ -910,14 +911,14 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     }
     if (p.mode != kWait) return;
     __syncwarp();
-    unsigned* const done = p.done + int64_t(tile.sample) * kLine;
+    unsigned* const done = p.done + int64_t(tile.sample) * kCounterStep;
     // A thread that acquires a count with this 1 in it sees the warp's writes. Two fences would take 1.012 of the time.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
 }
 
 // By one thread, before __syncthreads: spins until all tiles of the sample are published.
 __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
-    const unsigned* const done = p.done + int64_t(sample) * kLine;
+    const unsigned* const done = p.done + int64_t(sample) * kCounterStep;
     while (true) {
         unsigned count;
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(done) : "memory");
@@ -946,12 +947,12 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
             all.y += __shfl_xor_sync(~0u, all.y, distance);
         }
         Statistics& statistics = p.statistics[int64_t(tile.sample) * p.groups + group];
-        const double mean = all.x * p.share;
+        const double mean = all.x * p.per_value;
         Statistics of;
         if (BACKWARD) {
             of = statistics;
         } else {
-            const double variance = all.y * p.share - mean * mean;
+            const double variance = all.y * p.per_value - mean * mean;
             of.mean = float(mean);
             of.mean_lo = float(mean - of.mean);
             of.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
@@ -961,7 +962,7 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
             const float4 parameters = shared.parameters[c - tile.channel];
             Epilogue& epilogue = shared.epilogue[c - tile.channel];
             if (BACKWARD) {
-                const double slope = all.y * p.share * of.rstd;
+                const double slope = all.y * p.per_value * of.rstd;
                 epilogue = {of.mean, parameters.z, float(mean - of.mean_lo * slope), float(slope), of.rstd};
             } else {
                 const float factor = parameters.z * of.rstd;
@@ -1026,11 +1027,11 @@ __device__ __forceinline__ void sum_values(
     }
     keep_sums<false>(sums, anchors, shared, warp);
 }
-// By a warp, with tensor cores: computes the output of its 16 channels, row by row, in its part of the staging memory,
-// and copies each row to out. So a store writes 128 contiguous bytes of a channel, not 32, and in 16 bits 64, not 16.
+// By a warp, with tensor cores: computes the output of its 16 channels, row by row, in its part of the row buffer, and
+// copies each row to out. So a store writes 128 contiguous bytes of a channel, not 32, and in 16 bits 64, not 16.
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
-    const Pixels& pixels, const Shared& shared, float* staging) {
+    const Pixels& pixels, const Shared& shared, float* row_buffer) {
     constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes per channel; channels written at once
     const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, of_lane = lane / kLanes;
     const int row = tile.row + Fragment(p).row, column = tile.column + lane % kLanes * 2;
@@ -1048,7 +1049,8 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
             const int o = i / (2 * kPairs), pair = i / 2 % kPairs, pixel = r * 2 * kPairs + pair * 2;
             const int c = pixels.channel + o * kChannelStep;
             const Epilogue n = shared.epilogue[c];
-            float2* const at = reinterpret_cast<float2*>(staging + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2);
+            float2* const at =
+                reinterpret_cast<float2*>(row_buffer + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2);
             *at = make_float2(
                 fmaf(v[o][pixel] - n.mean, n.factor, n.offset), fmaf(v[o][pixel + 1] - n.mean, n.factor, n.offset));
         }
@@ -1057,7 +1059,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
 #pragma unroll
         for (int c = 0; c < 16; c += kAtOnce) {
             pairs[c / kAtOnce] =
-                *reinterpret_cast<const float2*>(staging + (c + of_lane) * kOutPitch + lane % kLanes * 2);
+                *reinterpret_cast<const float2*>(row_buffer + (c + of_lane) * kOutPitch + lane % kLanes * 2);
         }
         if (r >= rows) continue;
         T* at = to + r * p.columns;
@@ -1071,15 +1073,15 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         }
     }
 }
-// Writes the tile's output. The staging memory is x's shared memory, which the convolution no longer needs.
+// Writes the tile's output. The row buffer is x's shared memory, which the convolution no longer needs.
 template <typename T>
 __device__ __forceinline__ void write_values(
-    const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* staging) {
+    const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* row_buffer) {
     const Pixels pixels(p, tile);
     if constexpr (kTensor) {
-        staging += read_thread() / 32 * 16 * kOutPitch;
-        write_rows<T>(p, tile, v, pixels, shared, staging);
-        __syncthreads();  // because the next stage overwrites the staging memory
+        row_buffer += read_thread() / 32 * 16 * kOutPitch;
+        write_rows<T>(p, tile, v, pixels, shared, row_buffer);
+        __syncthreads();  // because the next stage overwrites the row buffer
     } else {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
@@ -1456,7 +1458,7 @@ static Arguments plan(const int64_t* sizes) {
     p.pad = int(sizes[9]);
     p.rows = p.height + 2 * p.pad - p.kernel + 1;
     p.columns = p.width + 2 * p.pad - p.kernel + 1;
-    p.share = 1.0 / (double(p.group_channels) * p.rows * p.columns);
+    p.per_value = 1.0 / (double(p.group_channels) * p.rows * p.columns);
     p.outs_log2 = p.out_channels <= 16 ? 4 : 5;
     p.outs = 1 << p.outs_log2;
     p.channel_tiles = (p.out_channels + p.outs - 1) / p.outs;
@@ -1469,7 +1471,7 @@ static Arguments plan(const int64_t* sizes) {
     p.items = p.samples * p.tiles;
     return p;
 }
-static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
+static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStep * sizeof(unsigned); }
 
 // Computes the bytes of the workspace, the rows of channel_sums and, unless `weight_shape` is null, the shape of
 // weight_sums. It has slots only if the backward computes W's gradient: with tensor cores, if one stage has all input
@@ -1508,10 +1510,10 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     const bool tensor = uses_tensor_cores(attributes.ptxVersion);
     const auto bytes_of = [&](int stage) {
         p.stage = stage;
-        const int image = p.lines * kPitch, taps = p.kernel * p.kernel;
-        p.x_floats = tensor ? std::max(image * 4 * kPieces<T>, kOutFloats) : image * stage;
+        const int channel_pixels = p.lines * kPitch, taps = p.kernel * p.kernel;
+        p.x_floats = tensor ? std::max(channel_pixels * 4 * kPieces<T>, kOutFloats) : channel_pixels * stage;
         p.weight_floats = p.outs * (tensor ? (taps + 1) / 2 * 8 * kPieces<T> : taps * stage);
-        const int raw = tensor || sizeof(T) == 2 ? stage * image : 0;
+        const int raw = tensor || sizeof(T) == 2 ? stage * channel_pixels : 0;
         return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
     };
     int bytes = bytes_of(tensor ? kStage : std::min(kStage, p.in_channels));
@@ -1721,12 +1723,13 @@ Sums add_up(const float* v, int64_t n) {
     return {values, squares};
 }
 
-// v = (v - mean) * factor + beta. The mean is rounded to float; `offset` is beta, corrected for that. An infinite gamma
-// makes `offset` NaN, as in PyTorch. If only float(factor) is infinite, the output is too, where PyTorch's is NaN.
+// v = (v - mean) * factor + beta. The mean is rounded to float; `offset` is beta, corrected for that. An infinite
+// float(factor) gives NaN, as in PyTorch.
 void normalize(float* v, int64_t n, double mean, double factor, float beta) {
     const float rounded_mean = float(mean);
     const float rounded_factor = float(factor);
-    const float offset = float(beta + (rounded_mean * factor - mean * factor));
+    const float corrected = float(beta + (rounded_mean * factor - mean * factor));
+    const float offset = std::isfinite(rounded_factor) ? corrected : NAN;
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - rounded_mean) * rounded_factor + offset;
 }
@@ -1768,9 +1771,9 @@ struct Layout {
     int64_t columns = width - kernel_columns + 1;
     int64_t band_rows = std::clamp<int64_t>(kBandPixels / width, 1, rows);
     int64_t bands = at::divup(rows, band_rows);
-    int64_t tiles = at::divup(outs, kTileChannels);  // of a sample; here a tile is 4 channels
+    int64_t channel_tiles = at::divup(outs, kTileChannels);  // of a sample, 4 channels each
     int64_t group_channels = outs / groups;
-    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // a slice: whole groups, whole tiles
+    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // whole groups and whole tiles
     int64_t slices = at::divup(outs, slice_channels);  // of a sample
     Tensor output = at::empty({samples, outs, rows, columns}, input.options());
     const float* x = input.const_data_ptr<float>();
@@ -1782,16 +1785,16 @@ struct Layout {
     const float* beta = parameters[kBeta].const_data_ptr<float>();
     float* out = output.mutable_data_ptr<float>();
     std::vector<int64_t> offsets = std::vector<int64_t>(terms);  // of each term: from an output's pixel to the input's
-    std::vector<float> weights = std::vector<float>(tiles * terms * kTileChannels);  // (tiles, terms, 4)
+    std::vector<float> weights = std::vector<float>(channel_tiles * terms * kTileChannels);
 
-    // Fills `offsets` and `weights`. In the last tile the weights of channels that do not exist stay zero.
+    // Fills `offsets` and `weights`, (channel_tiles, terms, 4). In the last tile the weights of channels that do not exist stay zero.
     void prepare() {
         for (int64_t term = 0; term < terms; ++term) {
             const int64_t row = term / kernel_columns % kernel_rows;
             offsets[term] = (term / kernel_columns / kernel_rows * height + row) * width + term % kernel_columns;
             for (int64_t o = 0; o < outs; ++o) {
-                const int64_t tile = o / kTileChannels;
-                weights[(tile * terms + term) * kTileChannels + o % kTileChannels] = weight[o * terms + term];
+                const int64_t channel_tile = o / kTileChannels;
+                weights[(channel_tile * terms + term) * kTileChannels + o % kTileChannels] = weight[o * terms + term];
             }
         }
     }
@@ -1802,14 +1805,14 @@ struct DirectConvolution : Layout {
     std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
 
     // scratch: kTilePixels values, since the last tile may begin before the band, then the long rows of four channels.
-    void make_band(int64_t sample, int64_t tile, int64_t band, float* scratch) {
+    void make_band(int64_t sample, int64_t channel_tile, int64_t band, float* scratch) {
         const int64_t row = band * band_rows;
         const int64_t high = std::min(band_rows, rows - row);
         const int64_t length = (high - 1) * width + columns;
         const int64_t stride = band_rows * width + kTilePixels;
-        const int64_t first_channel = tile * kTileChannels;
+        const int64_t first_channel = channel_tile * kTileChannels;
         const int64_t channels = std::min<int64_t>(kTileChannels, outs - first_channel);
-        const float* const image = x + (sample * ins * height + row) * width;
+        const float* const band_x = x + (sample * ins * height + row) * width;
         float* const band_out = out + ((sample * outs + first_channel) * rows + row) * columns;
         float* const h = scratch + kTilePixels;
         for (int64_t pixel = 0; pixel < length; pixel += kTilePixels) {
@@ -1820,9 +1823,9 @@ struct DirectConvolution : Layout {
                 }
             }
             for (int64_t term = 0; term < terms; term += kTermsOfASum) {
-                const float* const packed = &weights[(tile * terms + term) * kTileChannels];
+                const float* const packed = &weights[(channel_tile * terms + term) * kTileChannels];
                 const int64_t some = std::min(kTermsOfASum, terms - term);
-                convolve_tile(image + first, &offsets[term], some, packed, h + first, stride, term > 0);
+                convolve_tile(band_x + first, &offsets[term], some, packed, h + first, stride, term > 0);
             }
         }
         for (int64_t c = 0; c < channels; ++c) {
@@ -1837,12 +1840,12 @@ struct DirectConvolution : Layout {
         }
     }
 
-    // The two steps: make_bands for indices of (samples, tiles, bands), normalize_channels of (samples, outs).
+    // The two steps: make_bands for indices of (samples, channel_tiles, bands), normalize_channels of (samples, outs).
     void make_bands(int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(
             new float[kTilePixels + kTileChannels * (band_rows * width + kTilePixels)]);
         for (int64_t i = begin; i < end; ++i) {
-            make_band(i / bands / tiles, i / bands % tiles, i % bands, scratch.get());
+            make_band(i / bands / channel_tiles, i / bands % channel_tiles, i % bands, scratch.get());
         }
     }
     void normalize_channels(int64_t begin, int64_t end) {
@@ -1866,7 +1869,7 @@ struct DirectConvolution : Layout {
     void make_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, outs);
-        const int64_t first_tile = sample * tiles;
+        const int64_t first_tile = sample * channel_tiles;
         make_bands((first_tile + begin / kTileChannels) * bands, (first_tile + at::divup(end, kTileChannels)) * bands);
         normalize_channels(sample * outs + begin, sample * outs + end);
     }
@@ -1877,13 +1880,14 @@ struct DirectConvolution : Layout {
             at::parallel_for(0, n, kGrain / values + 1, make);
         };
         if (samples * slices >= 4 * at::get_num_threads()) {  // then every thread has less than 5/4 of the mean
-            const int64_t tiles_of_slice = at::divup(tiles, slices);
+            const int64_t tiles_of_slice = at::divup(channel_tiles, slices);
             in_parallel(samples * slices, tiles_of_slice * bands * band_values, [&](int64_t begin, int64_t end) {
                 for (int64_t i = begin; i < end; ++i) make_slice(i / slices, i % slices);
             });
             return;
         }
-        in_parallel(samples * tiles * bands, band_values, [&](int64_t begin, int64_t end) { make_bands(begin, end); });
+        in_parallel(
+            samples * channel_tiles * bands, band_values, [&](int64_t begin, int64_t end) { make_bands(begin, end); });
         in_parallel(
             samples * outs, rows * columns, [&](int64_t begin, int64_t end) { normalize_channels(begin, end); });
     }

@@ -68,6 +68,17 @@ def test_is_as_accurate_as_eager_with(case, change):
     assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32, HARD[change]))
 
 
+@torch.no_grad()
+def test_a_channel_whose_gamma_times_rstd_overflows_is_nan():
+    """As in PyTorch, where that product is a float; in float64 it is finite."""
+    model, new, inputs = build(WHOLE)
+    for module in (model, new):
+        module.group_norm.weight[1] = torch.finfo(torch.float32).max
+    expected = model(*inputs)
+    assert expected[:, 1].isnan().all() and not expected[:, 0].isnan().any()
+    assert torch.equal(new(*inputs).isnan(), expected.isnan())
+
+
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 @torch.no_grad()
 def test_the_bits_do_not_depend_on_the_threads(case):
