@@ -28,9 +28,9 @@ Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile):
 
                                   forward                     forward and backward, with x's gradient
-    float32                       1.158 ms (5.04x, 2.90x)     4.871 ms (3.78x, 2.79x)
-    float32, compiled for 8.0     1.155 ms (5.06x)            4.882 ms (3.77x)
-    bfloat16                      0.759 ms (6.93x, 3.65x)     3.203 ms (3.90x, 2.48x)
+    float32                       1.152 ms (5.07x, 2.93x)     4.874 ms (3.77x, 2.79x)
+    float32, compiled for 8.0     1.151 ms (5.07x)            4.859 ms (3.79x)
+    bfloat16                      0.758 ms (6.94x, 3.65x)     3.204 ms (3.90x, 2.48x)
 """
 
 import contextlib
