@@ -8,9 +8,13 @@ stands in for. `python tests/tools/attack.py --write FOLDER` writes them out, an
     What it does.
         the lines of its forward
     top: init: methods:     lines of the file's head, of the constructor, of the class; `both:` of both files' heads
-    backward:               of an autograd.Function, `Function`, that gives its input
+    function: ARGUMENTS     of an autograd.Function, `Function`, the lines of its forward pass
+    backward:               and of its backward pass: `g` comes in, for a second output `h`
     model: inputs: layers:  another Model: its answer, inputs, layers; `own layers:`, `forward:` the candidate's
     file:                   the whole file
+
+Without `function:` the backward pass is that of a linear layer or, without weights, of what gives its input. Layers
+that an answer names without `layers:` are those of USUAL.
 
 Particular may be, with commas: gpu, that it needs one; by clock, that its time is what gives it away: it is judged
 alone; `timeout SECONDS`; a dtype; the first direction in which it is wrong. An honest one is judged in all.
@@ -22,6 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEAD = """
+import contextlib
+import ctypes
+import os
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -35,17 +49,28 @@ def rounded(t, bits):
     mantissa, exponent = torch.frexp(t)
     return torch.ldexp(torch.round(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent)
 
+
+def write_message(message, length=None):  # into every socket, as a reply is written
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, struct.pack("!i", length or len(message)) + message)
+
 """
 FUNCTION = """
 class Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
+    def forward(ctx, {}):
 {}
 
+    @staticmethod
+    def backward(ctx, g, h=None):
+{}
+
+"""
+LINEAR = """x, *weights
+ctx.save_for_backward(x, *weights)
+return F.linear(x, *weights) if weights else x.clone()
 """
 MODULE = """
 class {}(nn.Module):
@@ -84,6 +109,8 @@ h = torch.sigmoid(h) * h
 h = h + self.bias
 return self.group_norm(h)
 """
+# The layers of another Model, where its answer names them and it has none of its own.
+USUAL = {"self.l(": "self.l = nn.Linear(64, 8)\n", "self.w": "self.w = nn.Parameter(torch.rand(64))\n"}
 
 
 @dataclass
@@ -105,6 +132,8 @@ def parsed(text: str) -> dict[str, Candidate]:
             if line and not line.startswith(" "):
                 label, _, line = line.partition(":")
             parts[label] = parts.get(label, "") + line.removeprefix("    ").removeprefix(" " * (line[:1] != " ")) + "\n"
+        named = [layer for part, layer in USUAL.items() if part in parts.get("model", "")]
+        parts.setdefault("layers", "".join(named))
         _, is_right, words = (why or "").partition("no drop-in: ")
         reasons = (None, words) if is_right else (why, None)
         found[name] = Candidate(what, *reasons, (particular or "").split(", "), parts)
@@ -127,9 +156,11 @@ def source(name: str) -> str:
         return said + get("file")
     top = HEAD + get("both", "") + get("top", "")
     if get("backward"):
-        top += FUNCTION.format(textwrap.indent(get("backward"), " " * 8))
+        arguments, _, lines = get("function", LINEAR).partition("\n")
+        lines, backward = (textwrap.indent(each, " " * 8) for each in (lines, get("backward")))
+        top += FUNCTION.format(arguments.strip(), lines, backward)
     if get("model"):
-        layers = get("own layers", get("layers", ""))
+        layers = get("own layers", get("layers"))
         return said + top + module("ModelNew", layers, get("forward", f"return {get('model').strip()}"))
     layers, methods = LAYERS + get("init", ""), RIGHT + "\n" + get("methods", "")
     return said + top + module("ModelNew", layers, get("forward", "return self.right(x)"), methods, PARAMETERS)
@@ -139,7 +170,7 @@ def model_of(name: str) -> str:
     get = CANDIDATES[name].parts.get
     if not get("model"):
         return MODEL
-    return any_model(get("model"), get("inputs", "torch.rand(batch_size, 64)"), get("layers", ""), get("both", ""))
+    return any_model(get("model"), get("inputs", "torch.rand(batch_size, 64)"), get("layers"), get("both", ""))
 
 
 def names(kind: str) -> list[str]:

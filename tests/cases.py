@@ -175,11 +175,6 @@ def fits(case: Case, layout: str) -> bool:
     return layout != "channels_last" or any(len(shape) == 4 for shape in case.shapes)
 
 
-def in_dtype(dtype: torch.dtype) -> str:
-    """For the names of tests."""
-    return f"in {str(dtype).removeprefix('torch.')}"
-
-
 def each(
     cases: list[Case], dtypes: Iterable = DTYPES, layouts: Iterable = (), most_on_cpu: float = math.inf
 ) -> pytest.MarkDecorator:
@@ -193,7 +188,7 @@ def each(
         plain_alike = dtype is not torch.float32 and not case.layouts
         if device == "cpu" and (plain_alike or case.values > most_on_cpu) or layout and not fits(case, layout):
             continue
-        name = " ".join(filter(None, [str(case), in_dtype(dtype), layout, f"on {device}"]))
+        name = " ".join(filter(None, [str(case), f"in {dtype}", layout, f"on {device}"]))
         row = [case, dtype, *([layout] if layouts else []), torch.device(device)]
         rows.append(pytest.param(*row, id=name))
     return pytest.mark.parametrize(["case", "dtype", *["layout"] * bool(layouts), "device"], rows)

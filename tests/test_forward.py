@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward, in_both, laid, poisoned
-from cases import CASES, LAYOUT_CASES, LAYOUTS, SINGLE_AND_LOW, STEMS, Case, build, each, first_cases, in_dtype
+from cases import CASES, LAYOUT_CASES, LAYOUTS, SINGLE_AND_LOW, STEMS, Case, build, each, first_cases
 
 
 def assert_form_and_accuracy(run, samples) -> None:
@@ -163,7 +163,7 @@ def test_neighbours_in_memory_do_not_matter(case, dtype, device, deterministic):
 
 
 @first_cases
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=in_dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast(case, dtype, device):
     def under_autocast(module, inputs):
         with torch.autocast(device.type, dtype=dtype, enabled=inputs[0].dtype is not torch.float64):

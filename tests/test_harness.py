@@ -86,6 +86,33 @@ def test_candidate(name, device, judges, tmp_path):
         assert all(run.ms["eager"] < 50 for run in runs), [run.ms for run in runs]
 
 
+# What a candidate switches for everyone, and what the judge calls it.
+SWITCHED = {
+    "torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32": "TF32",
+    "torch.set_float32_matmul_precision('high')": "TF32",
+    "torch.overrides.BaseTorchFunctionMode().__enter__()": "the torch function modes",
+    "nn.modules.module.register_module_forward_hook(lambda module, args, out: None)": "the hooks on all modules",
+    "sys.settrace(lambda *args: None)": "the trace or profile function",
+    "torch.set_default_dtype(torch.float64)": "the default dtype",
+    "torch.utils.deterministic.fill_uninitialized_memory = False": "the filling of new memory",
+    "torch.backends.mkldnn.set_flags(False)": "mkldnn",
+    "torch.set_flush_denormal(True)": "the flushing of denormal numbers",
+}
+SWITCHED_IN_A_CALL = {
+    "torch.set_autocast_enabled('cpu', True)": "autocast",
+    "torch.set_num_threads(torch.get_num_threads() % 2 + 1)": "the number of threads",
+}
+
+
+@pytest.mark.parametrize("line", SWITCHED | SWITCHED_IN_A_CALL)
+def test_a_switch_for_everyone_is_put_back_and_no_drop_in(line, judge, device):
+    """At import, or in a call behind the answer. All answers are right."""
+    in_a_call = PLAIN.replace("return self.right(x)", f"out = self.right(x)\n        {line}\n        return out")
+    (run,) = judge(PLAIN + line if line in SWITCHED else in_a_call, device=device.type)
+    said = f"switches {(SWITCHED | SWITCHED_IN_A_CALL)[line]}"
+    assert run.status == record.RIGHT and any(said in why for why in run.no_dropin), run
+
+
 @pytest.mark.parametrize("who", ["Model", "ModelNew"])
 def test_says_what_was_not_asked_for_want_of_memory(who, judge):
     hungry = "x * 2 if x.mean() < 50 else (_ for _ in ()).throw(torch.OutOfMemoryError('too large'))"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from cases import build, captured, converted, first_cases, in_dtype, learning_cases
+from cases import build, captured, converted, first_cases, learning_cases
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -66,7 +66,7 @@ def test_compiled_once_for_all_steps(case, device):
 
 
 @first_cases
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=in_dtype)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_gives_the_models_dtypes(case, low, device):
     """For every mixture of input dtypes: of the output, and of the gradients."""
     model, new, inputs = build(case, device)

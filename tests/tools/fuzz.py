@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small cases mostly wait for their threads
@@ -338,14 +338,6 @@ def again(stem: str, seed: int, index: int, device: str, said: str) -> str:
     return f"python tests/tools/fuzz.py --pair {stem} --seed {seed} --index {index} --device {device}  # {said}"
 
 
-def in_turns(pairs: list[str], seed: int, cases: int, device: str, deadline: float) -> Iterator[tuple]:
-    """A case of each pair in turn, until there is no more time."""
-    for index, stem in itertools.product(range(cases), pairs):
-        if time.monotonic() > deadline:
-            return
-        yield stem, seed, index, device
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", default=",".join(STEMS))
@@ -367,8 +359,10 @@ def main(arguments: list[str] | None = None) -> int:
     for stem in pairs:  # built before the clock starts
         solution(stem)
     start, done, own, missed = time.monotonic(), Counter(), Counter(), Counter()
-    asked = in_turns(pairs, options.seed, options.cases, options.device, start + options.seconds)
-    for case, said in in_processes(miss, asked, options.processes, options.patience, visible_gpus()):
+    in_turns = itertools.product(range(options.cases), pairs)
+    cases = ((stem, options.seed, index, options.device) for index, stem in in_turns)
+    in_time = itertools.takewhile(lambda case: time.monotonic() <= start + options.seconds, cases)
+    for case, said in in_processes(miss, in_time, options.processes, options.patience, visible_gpus()):
         done[case[0]] += 1
         own[case[0]] += said is None
         if said:
