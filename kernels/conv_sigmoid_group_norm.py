@@ -13,19 +13,20 @@ least 1e-6), `_is_light` and `fits`. Our kernels take:
     CPU, float32    without gradients; images of 128 pixels or more
     CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32
 
-PyTorch's operators do the rest. With gradients on a CPU, they compute the types of the last line in float32 if x has
-2048 values or more: for fewer, converting them costs more than it saves.
+PyTorch's operators do the rest. If gradients are wanted on a CPU that has no instructions for x's 16-bit type, they
+compute in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
 
-The forward keeps v in registers. It writes out once, and reads x once for every 32 output channels, or twice if it
+The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or twice if it
 needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions (compute capability 8.0,
 9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other GPUs uses FMA. If gradients
 are wanted, the forward saves x, the parameters, mean and rstd. The backward computes h again, then the gradients. Our
 kernels compute W's gradient where they use tensor cores, for at most 8 input and 128 output channels; in float32 it is
-more accurate than PyTorch's. They compute x's for 3x3 kernels and at least 4 input channels. ATen computes the others.
-Our kernels' results are the same bits each time.
+more accurate than PyTorch's. They compute x's gradient for 3x3 convolutions of at least 4 input channels. ATen computes
+the gradients that they do not. Our kernels' results are the same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
-takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile):
+takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile;
+"compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
     float32                       1.152 ms (5.07x, 2.93x)     4.874 ms (3.77x, 2.79x)
@@ -100,34 +101,35 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // ---------------------------------------------------------------------------------------------------------------------
 // One kernel, three directions. A tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if
 // there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads computes a tile. It
-// loads at most 8 input channels into shared memory, a stage, adds their products to the sums in registers, and loads
-// the next stage. Then it adds up what the statistics need, and publishes these sums: it writes them to global memory.
-// It waits until all tiles of the sample are published, and then computes its output from the values in its registers.
-// So it writes out once. It reads x once, with the pixels around the tile that the taps need, for all its channels.
+// loads a stage, which is at most 8 input channels, into shared memory, adds their products with the weights to the
+// sums in registers, and goes on with the next stage. Then it adds up what the statistics need, and publishes these
+// sums: it writes them to global memory. It waits until all tiles of the sample are published, and then computes its
+// output from the values in its registers. So it writes its output once. It reads its part of x once, for all of its
+// output channels, and with it the pixels around the tile that the convolution needs.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
 //   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
 //   output       out = (v - mean) rstd gamma + beta      dh; partial sums of parameter gradients      dx
 //
-// Here bias is the sum of the convolution's and the network's, z = h scale, and g is the gradient of out. dx, dh, dz,
-// dW are the gradients of x, h, z and the convolution's weights. dx is the convolution of dh, with zeros around it, and
-// the weights, rotated by 180 degrees, with input and output channels exchanged. In that direction dh is the code's
-// `x`, and its `out_channels` are x's channels.
+// Here bias is the convolution's bias plus the network's, z = h scale, and g is the gradient of out. dx, dh, dv, dz, dW
+// are the gradients of x, h, v, z and the convolution's weights W. dx is a convolution too. Its input is dh with zeros
+// around it. Its weights are W, rotated by 180 degrees, with input and output channels exchanged. So in that direction
+// the code's `x` is dh, and its `out_channels` are x's channels.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
 // of another sample. It publishes a tile, then waits for that tile's sample. Of all samples that blocks wait for, let s
-// be the first. A block that has yet to publish its tile of s could wait only for a sample before s, but no block does.
-// So it runs, by (1), and will publish it. If the grid has fewer blocks, or the cooperative launch is refused, there
-// are two launches: the first only publishes; the second repeats the convolution and computes the output.
+// be the first. Take a block that has yet to publish its tile of s. Its earlier tiles are of samples before s, which no
+// block waits for. So it runs, by (1), and will publish it. If the grid has fewer blocks, or the cooperative launch is
+// refused, there are two launches: the first only publishes, the second repeats the convolution and makes the output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for one
-// only. Without tensor cores the gradient of x keeps two sets of sums in registers. And with tensor cores in float32, a
-// block with 3x3 kernels and at most 16 output channels takes 86 KiB of shared memory: 8.0 has 164 KiB.
+// only. Without tensor cores the gradient of x keeps two sets of sums in registers, see `convolve_stage`. With them, in
+// float32, a 3x3 convolution to at most 16 channels takes 86 KiB of shared memory per block, and 8.0 has 164 KiB.
 //
-// A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. All lanes of a warp
-// have the same four channels. Each lane has four rows of two pairs of columns:
+// A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
+// channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
 //
 //   columns of the tile   0 1    2 3    ...   14 15    16 17    18 19   ...   30 31
 //   rows 0 to 3           lane 0      1 ...       7         0       1   ...       7
@@ -141,8 +143,8 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   channels 0 and 8      lane 0     1      2      3      0  ...       3
 //   channels 1 and 9      lane 4     5      6      7      4  ...       7
 //
-// A comment that another way «takes 1.03 of the time» means the whole kernel's time, divided by this code's. Both were
-// measured in turns on an H200, in float32, at the benchmark shapes.
+// Where a comment says that another way takes 1.03 times as long, it compares the whole kernel's time with that of this
+// code. Both were measured in turns on an H200, in float32, at the benchmark shapes.
 
 constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
     return capability == 80 || capability == 90 || capability == 100 || capability == 103;
@@ -165,27 +167,27 @@ constexpr int kRows = 4;                         // pixel rows per thread
 constexpr int kWarpRows = kTensor ? 4 : 16;      // pixel rows per warp
 constexpr int kPixels = kValues / kChannels;     // pixels per thread and channel
 constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
-constexpr int kChunk = 8;                       // pixels per load_pixels: the backward has no registers for 16
+constexpr int kChunk = 8;                        // pixels per load_pixels: the backward has no registers for 16
 constexpr int kMostOuts = 32;                    // output channels of a tile, at most
 constexpr int kStage = 8;                        // input channels of a stage, at most
-constexpr int kMostTaps = 9;                     // of a 3x3 kernel; a tap is one of its positions
+constexpr int kMostTaps = 9;                     // of a 3x3 convolution; a tap is one position of its kernel
 constexpr int kMostSets = 16;                    // stages that keep their weights in shared memory, at most
 constexpr int kColumns = 32;                     // pixel columns of a tile
 constexpr int kPairStep = kColumns / kPairs;     // columns from one of a thread's pairs to the next
-// Pixels from one line of x to the next in shared memory. A line is a row of x: the tile's columns, two more that a 3x3
-// kernel needs, and two that are unused, against bank conflicts.
+// Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
+// columns and, for a 3x3 convolution, two more. The other two are unused, against bank conflicts.
 constexpr int kPitch = kColumns + 4;
-constexpr int kOutPitch = kColumns + 8;  // floats from one channel's row to the next in `write_rows`, 8 unused
-constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // of the row buffer of `write_rows`: 16 channels a warp
-constexpr int kCounterStep = 32;  // unsigned from one sample's counter to the next: a cache line each, 128 bytes
+constexpr int kOutPitch = kColumns + 8;  // floats per channel in `write_rows`; 8 are unused, against bank conflicts
+constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // floats of `write_rows`' row buffer: 16 channels a warp
+constexpr int kCounterStep = 32;  // `unsigned`s from one sample's counter to the next: a cache line each, 128 bytes
 
 enum Direction { kForward, kBackward, kInputGradient };
-// What a launch does: kSums publishes sums, kFinish computes the output from them, kWait does both, and waits between.
+// A launch publishes sums (kSums), computes the output (kFinish, also for dx), or does both and waits between (kWait).
 enum Mode { kWait, kSums, kFinish };
 
 struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group. mean + mean_lo has about 48 bits
 
-struct Arguments {
+struct Arguments {  // T, here and below, is the type of x and the parameters
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* done;  // (samples, kCounterStep): tiles that have published; zeros before the launch
@@ -193,16 +195,18 @@ struct Arguments {
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
     double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
-    float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): for W's gradient; or null
+    float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): sums for W's gradient, see there; or null
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16
     int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
-    int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;  // outs: output channels of a tile
+    // Output channels of a tile; input channels of a stage, at most; rows of a tile; tiles side by side; tiles of a
+    // sample's pixels, and of its channels: tiles = pixel_tiles * channel_tiles.
+    int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
     int outs_log2;  // outs = 2^outs_log2: shifts are much faster than divisions
-    int lines;  // rows of x in shared memory, of each channel
-    int tiles, items;  // tiles of a sample, and of all
-    int parts;  // channel tiles that a group touches, at most
-    int x_floats, weight_floats;  // floats of shared memory that a stage needs
+    int lines;  // of each channel of x in shared memory
+    int tiles, items;  // tiles of a sample; tiles of all samples
+    int parts;  // channel tiles that have channels of the same group, at most
+    int x_floats, weight_floats;  // floats of shared memory for a stage's x, and for its weights
     // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. If 0, each
     // stage of each tile loads its weights again.
     int weight_sets;
@@ -211,7 +215,7 @@ struct Arguments {
     double per_value;  // 1 / the number of values of a group
 };
 
-// The first pixel and channel of a tile, and that channel's group.
+// A tile's number among those of all samples (`item`), its first pixel and channel, and that channel's group.
 struct Tile {
     int item, sample, pixel_tile, channel, group, row, column;
     __device__ __forceinline__ void set(const Arguments& p, int number) {
@@ -226,16 +230,16 @@ struct Tile {
     }
 };
 
-// What the output needs of a channel. Forward: out = (v - mean) factor + offset. Backward: dv = rstd (factor g
-// - (v - mean) slope - offset).
+// What the output of a channel is computed from. Forward: out = (v - mean) factor + offset. Backward: dv = rstd
+// (factor g - (v - mean) slope - offset). `mean` is the statistics' float mean; mean_lo goes into the offset.
 //
-//                factor        offset                                      slope
-//   forward      gamma rstd    beta - mean_lo factor                       unused, as rstd is
-//   backward     gamma         (mean of gamma g) - mean_lo slope           (mean of gamma g (v - mean) rstd) rstd
+//                factor        offset                                slope
+//   forward      gamma rstd    beta - mean_lo factor                 unused, as rstd is
+//   backward     gamma         (mean of gamma g) - mean_lo slope     (mean of gamma g (v - mean) rstd) rstd
 struct Epilogue { float mean, factor, offset, slope, rstd; };
 
 struct Shared {
-    double sums[2][kWarps][16];  // of a warp's channels, see sums_of_channel; forward: of v - anchor and its square
+    double sums[2][kWarps][16];  // two sums of each channel of a warp, less the anchors' part, see sums_of_channel
     float anchors[kWarps][16];  // of each channel of a warp, see sum_values; 0 in the backward
     double2 channels[kMostOuts];  // sums of each channel of the tile, in `publish`
     Epilogue epilogue[kMostOuts];
@@ -255,14 +259,14 @@ __device__ __forceinline__ unsigned read_thread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// log2(kWarps kWarpChannels / p.outs): of how many warps have the same channels, but other rows.
+// log2 of the number of warps that have the same channels, in different rows: kWarps kWarpChannels / p.outs.
 __device__ __forceinline__ int sharing_warps_log2(const Arguments& p) { return (kTensor ? 7 : 5) - p.outs_log2; }
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
 struct Fragment {
     int channel, row, column;
     __device__ __forceinline__ explicit Fragment(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int sharing_log2 = sharing_warps_log2(p), index = warp & ((1 << sharing_log2) - 1);  // among these
+        const int sharing_log2 = sharing_warps_log2(p), index = warp & ((1 << sharing_log2) - 1);  // among those warps
         const int lanes = kColumns / 2 / kPairs;  // lanes side by side in a row
         channel = (warp >> sharing_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
         row = index * kWarpRows + (kTensor ? 0 : lane / lanes * kRows);
@@ -295,6 +299,7 @@ struct Pixels {
     // `valid` of the thread's channel o: no pixel, if there is no such output channel.
     __device__ __forceinline__ unsigned valid_of(int o) const { return o * kChannelStep < channels ? valid : 0; }
     __device__ __forceinline__ bool all_valid() const { return valid == ~0u >> (32 - kPixels); }
+    // The distance from pixel 0 to pixel i in an array with `pitch` elements from one row to the next.
     __device__ __forceinline__ int offset(int i, int pitch) const {
         return i / (2 * kPairs) * pitch + i / 2 % kPairs * kPairStep + i % 2;
     }
@@ -324,7 +329,7 @@ __device__ __forceinline__ void store_packs(
         if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
 }
-// Loads or stores kChunk pixels, from `begin` on, of the thread's channel o; in pairs if all pairs are aligned.
+// Load (0 outside the output) or store kChunk pixels of channel o, from `begin` on; in pairs if all pairs are aligned.
 template <typename T>
 __device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kChunk]) {
     from += at.first + int64_t(o) * kChannelStep * at.plane;
@@ -340,8 +345,9 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The convolution. copy_x copies all lines and columns of x that the tile's pixels depend on to shared memory, as
-// (channel, line, column); lines are kPitch apart. In float32 without tensor cores this copy is convolved. Else it is
-// called `raw`, and receive_x converts it to another, `x`: floats or, with tensor cores, what `multiply` reads.
+// (channel, line, column); lines are kPitch apart. In float32 without tensor cores the block convolves this copy. In
+// all other cases it is called `raw`, and receive_x converts it to a second copy, `x`: floats or, with tensor cores,
+// what `multiply` reads. Then copy_x can fill `raw` with the next stage while the block convolves `x`.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) {
     return min(p.stage, p.in_channels - first);
@@ -352,7 +358,7 @@ __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) 
 // it reads only what it copied itself, so no __syncthreads is needed in between.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
-    constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // constants: other divisions are slow
+    constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // packs of a line: constants divide fast
     const bool three = p.kernel == 3;
     const int packs = three ? kOfThree : kOfOne;  // of a line
     const int thread = read_thread();
@@ -372,9 +378,9 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
         ++line;
     }
 }
-// By a block: copies the tile's part of x, of one stage's input channels from `first` on, to shared memory, and writes
-// zeros outside x. From compute capability 8.0 on it uses cp.async, of at least 4 bytes, and does not wait; it copies
-// 16-bit values of an odd width one by one. With tensor cores each call of the lambda copies a pack of each channel.
+// By a block: copies what the tile needs of a stage's channels, from `first` on, to shared memory, and writes zeros for
+// pixels outside x. From compute capability 8.0 on it uses cp.async and does not wait; but cp.async copies 4 bytes or
+// more, so 16-bit values of an odd width are stored one by one. With tensor cores a lambda call copies all channels.
 template <typename T, int PACK>
 __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
@@ -416,7 +422,7 @@ __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
     for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared.largest[warp]);
     return value;
 }
-// The power of two by which `largest` becomes 2^13 or more, but less than 2^14 (see `multiply`); 2^126 at most, so that
+// The power of two which, times `largest`, is at least 2^13 and less than 2^14 (see `multiply`); 2^126 at most, so that
 // its inverse is a normal number. NaN if `largest` is infinite.
 __device__ __forceinline__ float scale_for(float largest) {
     constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // biased exponents; 14 gives 2^126
@@ -440,9 +446,9 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
     lo = reinterpret_cast<const uint32_t&>(low);
 }
 
-// Waits for this thread's cp.async copies and stores them to x: without tensor cores 16-bit values as floats; with them
-// 16-bit values as they are, float32 ones as two pieces. Returns x's unit, see `multiply`. In the backward, with tensor
-// cores, it also writes channel_largest and x_unit. Contains a __syncthreads if kTensor and T is float.
+// By a block: each thread waits for its own cp.async copies and stores them to x: without tensor cores 16-bit values as
+// floats; with them 16-bit values as they are, float32 values as two pieces. Returns x's unit, see `multiply`. In the
+// backward, with tensor cores, also writes channel_largest and x_unit. Has a __syncthreads if kTensor and T is float.
 template <typename T, int PACK, Direction DIRECTION>
 __device__ __forceinline__ float receive_packs(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
@@ -453,7 +459,7 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * channel_pixels + pixel)
                                 : Pack<T, PACK>();
         };
-        float scale = 1, largest[kStage] = {};  // in the backward of each channel, else [0] of all
+        float scale = 1, largest[kStage] = {};  // a power of two; the largest |x| per channel (backward) or of all
         if constexpr (kPieces<T> == 2 || DIRECTION == kBackward) {
             for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
 #pragma unroll
@@ -509,7 +515,7 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
     }
     return unit;
 }
-// In pairs of columns if the width is even: then all pairs are aligned.
+// copy_x and receive_x take pairs of columns if the width is even, because then all pairs are aligned.
 template <typename T>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* raw) {
     if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first, raw);
@@ -530,16 +536,17 @@ __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, in
                                                    : (int64_t(o) * p.in_channels + in) * taps + tap;
     return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[at]) : 0.0f;
 }
-// By a block: loads the tile's parameters and a stage's weights, from input channel `first` on, as (in, tap, out) or,
-// with tensor cores, as `multiply` reads them. Returns their unit. Contains a __syncthreads if kTensor and T is float.
+// By a block, for a tile whose first output channel is `channel`: loads the weights of a stage's input channels, from
+// `first` on, as (in, tap, out) or, with tensor cores, as `multiply` reads them; and the channels' parameters. Returns
+// the weights' unit, see `multiply`. Contains a __syncthreads if kTensor and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
     const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first);
     float unit = 1;
     if constexpr (kTensor) {
         const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
-        // Pair i is one 32-bit register of mma's operand A: two weights, k = 0 and 1. Two taps of 16 output channels, a
-        // step, are 128 such registers: 4 in each of 32 lanes. `multiply` describes the layout.
+        // Pair i is one 32-bit register of mma's operand A: two weights, k = 0 and 1. A step is two taps. Its weights
+        // of 16 output channels are 128 such registers: 4 in each of 32 lanes. `multiply` describes the layout.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % steps * 2 + i / 2 % 2;
             const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
@@ -650,26 +657,28 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
     }
 }
-// By a warp, with tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. In each
-// step (two taps of kStage channels, mma's k = 16) a lane loads the weights of 16 output channels from shared memory,
-// then, for every 8 pixels, loads x by ldmatrix and multiplies. Tensor cores multiply 16-bit numbers exactly, and add
-// up the products in float32, but truncate the sums. With 16-bit types, mma adds the products to `sum` itself.
+// By a warp, with tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. A step
+// is two taps of kStage channels: mma's k = 16. In each step the warp loads the weights of its 16 output channels from
+// shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and multiplies. Tensor
+// cores multiply 16-bit numbers exactly, and add up the products in float32, but truncate the sums. With 16-bit types,
+// mma adds the products to `sum` itself.
 //
 // A float32 number has 24 significant bits, a float16 has 11. So a float32 v is split into two float16 numbers, its
-// pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Then x w is about hi hi' + hi lo' + lo hi':
-// three products. In each step the accumulators `part` start at zero, mma adds the two products that contain a lo,
-// then hi hi', and fmaf adds `part` to `sum`, with rounding.
+// pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Let hi and lo be x's pieces, hi' and lo' the
+// weight w's. Then x w is about hi hi' + hi lo' + lo hi': three products. In each step the accumulators `part` start at
+// zero, mma adds the two products that contain a lo, then hi hi', and fmaf adds `part` to `sum`, with rounding.
 //
-// A float16 is a multiple of 2^-24, and below 2^16. So receive_x first multiplies the x of each stage of a tile by a
-// power of two, by which the largest |x| becomes 2^13 or more, but less than 2^14. load_weights does the same with each
-// stage's weights. x's unit and the weights' unit are the inverses of these powers; `unit` is the product of both. So x
-// times w is `unit` times the product of their scaled values.
+// A float16 is a multiple of 2^-24, and below 2^16. So receive_x first scales x: it multiplies the x of each stage of a
+// tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
+// each stage's weights. x's unit and the weights' unit are the inverses of these powers; `unit` is the product of both.
+// So x w is `unit` times the product of the scaled x and the scaled w.
 //
-// A product of scaled numbers has a relative error below 2^-21: leaving out lo lo' costs up to 2^-22, rounding each lo
-// 2^-23. (For random numbers the median is 2^-25.) These errors are like float32's own. But lo is a multiple of 2^-24,
-// so its error is up to 2^-25: more than 2^-23 of a scaled number below 2^-2. The other factor is below 2^14. So the
-// product's error is up to 2^-11, and h's at most 72 2^-11 = 0.04 `unit` for each stage of 8 channels and 9 taps; for
-// random numbers it is about 0.001 `unit`. Where this might change z, `recompute_in_float` computes h again.
+// A product of scaled numbers has two errors. One is relative, below 2^-21, and like float32's own: leaving out lo lo'
+// costs up to 2^-22, rounding each lo 2^-23. (For random numbers the median is 2^-25.) The other is absolute. lo is a
+// multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other
+// factor is below 2^14. So the product is wrong by up to 2^-11, and a stage of 8 channels and 9 taps adds to h an error
+// of at most 72 * 2^-11 < 0.04 times `unit`; for random numbers it is about 0.001 times `unit`. Where this might change
+// z, `recompute_in_float` computes h again.
 //
 //     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
 //     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
@@ -683,11 +692,11 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     constexpr int kCount = kPieces<T>;
     const int steps = (p.kernel * p.kernel + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
-    // the same pixels; or, in 16 bits (kCount 1), x of the next eight pixels. Then the weights' `lo` is not used.
+    // the same pixels; or, in 16 bits (kCount 1), x of the next eight pixels: then the weights' `lo` below is not used.
     x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
-    // The warp has 16 groups of eight pixels. A step multiplies kTiles of them. With two pieces kTiles is four, and the
-    // steps are the inner loop: with all 16 groups nvcc makes each mma wait for the one before it.
+    // The warp has 16 times eight pixels. The loop over the steps multiplies kTiles of the 16, and is repeated until
+    // all are done. With two pieces kTiles is four: with 16 nvcc makes each mma wait for the one before it.
     constexpr int kTiles = kCount == 1 ? 16 : 4;
 #pragma unroll
     for (int j = 0; j < kPixels / 2; j += kTiles) {
@@ -729,13 +738,15 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     }
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. In float32 with tensor cores an infinite x or weight makes its stage's unit NaN, and so
-//   all values. In 16 bits an infinite x times the zero weight of a tap that does not exist is NaN. In the gradient of
-//   x, of any type, an infinite weight times a zero around dh is NaN. This function multiplies nothing outside x.
-// - `unit`, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with tensor cores. At this limit h's error
-//   of at most 0.04 `unit` for each stage of 8 channels, see `multiply`, makes the error of z = h scale at most 2^-21
-//   (for random numbers about 2^-27); float32 itself rounds a z of 1 by up to 2^-24. Above the limit, the product of
-//   the largest |x|, the largest |weight| and that |scale| exceeds 2^26 kUnitLimit = 2^9: alone it saturates a sigmoid.
+// - one of them is not finite. In float32 with tensor cores scale_for is NaN for an infinite x or weight, and the whole
+//   stage is multiplied by it. In 16 bits the weight of a tap that does not exist is 0 (9 taps are 5 steps of two), and
+//   an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around dh is NaN.
+//   This function multiplies nothing outside x, and no tap that does not exist.
+// - `unit`, the largest of the tile's stages, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with
+//   tensor cores. At this limit a stage's error in h, of at most 0.04 `unit` (see `multiply`), makes an error of z = h
+//   scale of at most 2^-21 (for random numbers about 2^-27), whatever the activation. float32 itself rounds a z of 1 by
+//   up to 2^-24. Above the limit the largest |x|, times the largest |weight|, times |scale| if that is above 1, exceeds
+//   2^26 kUnitLimit = 2^9. This is rare, because one such product alone saturates a sigmoid.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnitLimit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
@@ -743,7 +754,7 @@ __device__ __forceinline__ void recompute_in_float(
     const Arguments& p, const Tile& tile, const Shared& shared, float unit, float (&h)[kChannels][kPixels]) {
     constexpr bool padded = DIRECTION == kInputGradient;
     const Fragment fragment(p);
-    float zeros[4] = {};  // four independent sums: one alone takes four times as long
+    float zeros[4] = {};  // 0, or NaN if a value is not finite. Four independent sums: one takes four times as long
 #pragma unroll
     for (int i = 0; i < kValues; ++i) zeros[i % 4] = fmaf(h[i / kPixels][i % kPixels], 0.0f, zeros[i % 4]);
     bool accurate = zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0;
@@ -798,8 +809,8 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
         x += fragment.row * kPitch + fragment.column;
         weights += fragment.channel;
         if constexpr (DIRECTION == kInputGradient) {
-            // dh often has 32 channels or more. With 288 products, of 32 channels, one running sum has twice the
-            // rounding error of a sum per stage.
+            // dh often has 32 channels or more. 32 channels make 288 products. Added up in one running sum, they have
+            // twice the rounding error that they have if each stage is summed first, and its sum added.
             float of_stage[kChannels][kPixels] = {};
             if (p.kernel == 3) accumulate<3>(p, x, weights, channels, of_stage);
             else accumulate<1>(p, x, weights, channels, of_stage);
@@ -818,8 +829,8 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // order of additions is fixed, so results are the same bits each time.
 
 // A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
-// The sums of g are EXACT: their total is beta's gradient. It may be near zero, and only these additions round it.
-// Where the sum is not finite, `lost` is NaN, and is not used.
+// The sums of g are EXACT: their total is beta's gradient, which may be near zero although the terms are not. Its terms
+// are the given g, so that these additions make its only errors. If the sum is not finite, `lost` is not used.
 struct Addend {
     float sum, lost;
     template <bool EXACT> __device__ __forceinline__ void add(float v) {
@@ -830,7 +841,7 @@ struct Addend {
     }
     __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + lost : sum; }
 };
-// Sends `given` to the lane whose number differs by `distance` (by xor), and adds what that lane sends to `to`.
+// Sends `given` to the lane whose number is this one's xor `distance`, and adds to `to` what that lane sends.
 template <bool EXACT> __device__ __forceinline__ void add_of_lane(Addend& to, Addend given, int distance) {
     to.add<EXACT>(__shfl_xor_sync(~0u, given.sum, distance));
     if (EXACT) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
@@ -855,8 +866,9 @@ template <bool EXACT> __device__ __forceinline__ Addend sum_of_lanes(Addend (&va
     return values[0];
 }
 
-// By a lane, for channel c of the tile: adds up the sums of the warps that have it. Returns, in the forward, the sums
-// of v and v^2; in the backward those of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
+// By a lane, for channel c of the tile: adds up the sums of the warps that have it. The forward's are sums of d = v -
+// anchor and d^2; it returns those of v = d + anchor and v^2 = d^2 + anchor (2 d + anchor). The backward's anchors are
+// 0: it returns the sums of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
     const int warps = 1 << sharing_warps_log2(p), first = c / kWarpChannels * warps;  // warps that have the channel
     const int of_warp = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // inside the output
@@ -912,7 +924,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     if (p.mode != kWait) return;
     __syncwarp();
     unsigned* const done = p.done + int64_t(tile.sample) * kCounterStep;
-    // A thread that acquires a count with this 1 in it sees the warp's writes. Two fences would take 1.012 of the time.
+    // A thread that acquires a count with this 1 in it sees the warp's writes. Two fences take 1.012 times as long.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
 }
 
@@ -1007,7 +1019,7 @@ __device__ __forceinline__ void sum_values(
     for (int o = 0; o < kChannels; ++o) {
         // The anchor is the median of three pixels of the first lane that has the channel. No two of them depend on the
         // same pixel of x, so one infinity in x makes at most one of them infinite or NaN. If the second or the third
-        // is outside the output, the anchor is the first, which is outside only if all of the lane's pixels are.
+        // is outside the output, the anchor is the first. If that is outside too, sums_of_channel omits this warp.
         const float first = v[o][0];
         const float second = three ? v[o][kSecond] : first;
         const float third = three ? v[o][kThird] : first;
@@ -1028,7 +1040,7 @@ __device__ __forceinline__ void sum_values(
     keep_sums<false>(sums, anchors, shared, warp);
 }
 // By a warp, with tensor cores: computes the output of its 16 channels, row by row, in its part of the row buffer, and
-// copies each row to out. So a store writes 128 contiguous bytes of a channel, not 32, and in 16 bits 64, not 16.
+// copies each row to `out`. So a store writes 128 contiguous bytes of a channel, not 32 or, in 16 bits, 64, not 16.
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* row_buffer) {
@@ -1096,7 +1108,7 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// Prefetches the tile's g, the gradient of out, into L2 before it convolves: else the backward takes 1.03 of the time.
+// By a block, before it convolves: prefetches the tile's g into L2. Without this the backward takes 1.03 times as long.
 template <typename T> __device__ __forceinline__ void prefetch_gradients(const Arguments& p, const Tile& tile) {
     const int last = min(kColumns, p.columns - tile.column) - 1;
     for (int i = read_thread(); i < p.outs * p.tile_rows; i += kThreads) {
@@ -1108,7 +1120,7 @@ template <typename T> __device__ __forceinline__ void prefetch_gradients(const A
         asm volatile("prefetch.global.L2 [%0];" : : "l"(from + last));
     }
 }
-// By a warp: adds up g and g (v - mean) of its channels.
+// By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0.
 template <typename T>
 __device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& tile,
     const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
@@ -1160,10 +1172,11 @@ __device__ __forceinline__ void write_gradients(
             h[o][begin + k] = g[k];
         }
         with_dh<T>(p, [&](auto* to) { store_pixels(to, pixels, o, begin, g); });
-        __syncwarp();
+        __syncwarp();  // as in sum_gradients
     }
     keep_sums<false>(sums, {}, shared, warp);
 }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // W's gradient, on tensor cores. dW(o, c, tap) is the sum over all output pixels of dh(o, pixel) x(c, pixel + the tap's
 // offset). So for each tap it is a product of matrices. One mma adds the products of 16 pixels:
@@ -1182,22 +1195,23 @@ __device__ __forceinline__ void write_gradients(
 // ldmatrix loads B, transposed, from the convolution's `x` in shared memory, from offsets[tap] on. `x` must have all
 // input channels, so there is one stage, of at most 8. Outside the output dh is 0, and adds nothing.
 //
-// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`. The warp multiplies each
-// channel of dh by a power of two, by which the channel's largest |dh|, D, becomes 2^13 or more, but less than 2^14. To
-// first order the error of a product is at most
+// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`. Let D be a channel's
+// largest |dh| in the warp, X the tile's largest |x| of channel c. The warp scales each channel of dh, so that its D is
+// at least 2^13 and less than 2^14. receive_x has scaled x, but all channels alike. If the scaled X is at least 2^-3,
+// the error of a product is, to first order, at most
 //
-//     |dh x| 2^-21   +   |x| 2^-38 D   +   |dh| 2^-22 X          where X is the tile's largest |x| of channel c
+//     |dh x| 2^-21   +   |x| 2^-38 D   +   |dh| 2^-22 X
 //
-// The last two terms are the error of up to 2^-25 of a small lo: scaled, D is at least 2^13, and X at least 2^-3. If X
-// is smaller, the warp calls add_weight_gradient_in_float. It also does so if x or, with pieces, dh is infinite: an
-// infinite x times the zero dh of a pixel outside the output is NaN, in any type. (A NaN in x makes all of the sample's
-// dh NaN, and so W's gradient, as in PyTorch.)
+// The first term is that of `multiply`. In the others dh's lo, or x's lo, is wrong by up to 2^-25: at most 2^-38 of the
+// scaled D, or 2^-22 of the scaled X. If X is smaller, the warp calls add_weight_gradient_in_float. It also does so if
+// x or, with pieces, dh is infinite: an infinite x times the zero dh of a pixel outside the output is NaN, in any type.
+// (A NaN in x makes all of the sample's dh NaN, and so W's gradient, as in PyTorch.)
 //
-// A slot is an array in global memory for one gradient of W. For each tile a warp computes the sums of its 16 channels
-// and four rows, tap by tap, and adds them to its channels of its slot. Registers have no room for them (36 per lane),
-// nor, in float32 on 8.0, has shared memory (36 KiB a block). No two warps share channels of a slot, so the order of
-// additions is fixed. ATen adds up the slots, in double. On an H200 the slots of 3x3 kernels take 10 MB for 32
-// output channels, and 39 MB for 128; its L2 has 50 MB.
+// A slot is an array in global memory with an element for each weight. For each tile a warp computes the sums of its 16
+// channels and four rows, tap by tap, and adds them to these channels of its slot. Registers have no room for the sums
+// (36 per lane), nor, in float32 on 8.0, has shared memory (36 KiB a block). No two warps have the same channels of the
+// same slot, so the order of additions is fixed. ATen adds up the slots, in double. On an H200 the slots of a 3x3
+// convolution take 10 MB for 32 output channels, and 39 MB for 128; its L2 has 50 MB.
 
 // The address, in the warp's slot, of this lane's first element of mma's result for the tap.
 __device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, int tap) {
@@ -1324,7 +1338,7 @@ __device__ __forceinline__ void publish_gradients(
 }
 
 // Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
-// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (With 0, an infinite scale makes z NaN.)
+// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (0 times an infinite scale would be NaN.)
 template <Direction DIRECTION>
 __device__ __forceinline__ void add_bias(
     const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
@@ -1359,7 +1373,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
     constexpr bool kRaw = sizeof(T) == 2 || kTensor;  // x is copied to memory of its own
     T* const raw = reinterpret_cast<T*>(kRaw ? weights + max(p.weight_sets, 1) * p.weight_floats : x);
     const auto warp = [] { return int(read_thread() / 32); };
-    // To the next tile: shared.tiles is double-buffered. The backward has no register for `buffer`: it copies the tile.
+    // Goes to the next tile: it is in the other buffer. The backward has no register for `buffer`, and copies the tile.
     const auto advance = [&](int buffer) {
         if (DIRECTION != kBackward) return buffer ^ 1;
         __syncthreads();
@@ -1372,8 +1386,8 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         const int tap = read_thread() < p.kernel * p.kernel ? read_thread() : 0;
         shared.offsets[read_thread()] = (tap / p.kernel * kPitch + tap % p.kernel) * 16;
     }
-    if (read_thread() < kMostOuts) {  // also of channels that do not exist, so that their dh is 0
-        shared.epilogue[read_thread()] = {0, 1, 0};
+    if (read_thread() < kMostOuts) {  // also for channels that do not exist: their values are computed, but not used
+        shared.epilogue[read_thread()] = {0, 1, 0};  // makes the output h, for the gradient of x; `gather` replaces it
         shared.parameters[read_thread()] = {};
     }
     __syncthreads();
@@ -1399,7 +1413,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
                                            : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // load_weights and receive_x use shared.largest
             unit *= receive_x<T, DIRECTION>(p, first, raw, x, shared);
-            // In a register largest_unit takes 0.98 of the time. The backward has none left, so it is in shared memory.
+            // With largest_unit in a register a kernel takes 0.98 times as long. The backward has no register left.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
             else if (read_thread() == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first + p.stage, raw);
@@ -1473,9 +1487,9 @@ static Arguments plan(const int64_t* sizes) {
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStep * sizeof(unsigned); }
 
-// Computes the bytes of the workspace, the rows of channel_sums and, unless `weight_shape` is null, the shape of
-// weight_sums. It has slots only if the backward computes W's gradient: with tensor cores, if one stage has all input
-// channels, and for at most 128 output channels, so that the slots fit in L2. Returns a cudaError_t.
+// Computes the bytes of the workspace (`done`, `partials`), the rows of channel_sums and, unless weight_shape is null,
+// the shape of weight_sums. That has slots only if our backward computes W's gradient: with tensor cores, if one stage
+// has all input channels, for at most 128 output channels, so that the slots fit in L2. Returns a cudaError_t.
 extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape) {
     const Arguments p = plan(sizes);
     *rows = int64_t(p.samples) * p.pixel_tiles;
@@ -1508,7 +1522,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
     const bool tensor = uses_tensor_cores(attributes.ptxVersion);
-    const auto bytes_of = [&](int stage) {
+    const auto bytes_of = [&](int stage) {  // sets p.stage, x_floats and weight_floats; returns bytes of dynamic memory
         p.stage = stage;
         const int channel_pixels = p.lines * kPitch, taps = p.kernel * p.kernel;
         p.x_floats = tensor ? std::max(channel_pixels * 4 * kPieces<T>, kOutFloats) : channel_pixels * stage;
@@ -1538,7 +1552,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     }
     if (grid >= p.tiles) {
         // A grid of whole samples, if that leaves out at most 1/8 of the blocks. In any other grid some blocks wait for
-        // blocks that compute tiles of the same sample a round later, and the kernel takes 1.03 of the time.
+        // blocks that compute tiles of the same sample a round later, and the kernel takes 1.03 times as long.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
         p.mode = kWait;
@@ -1557,8 +1571,8 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 }
 
 // pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward: dh in place of
-// out, then grad, channel_sums and weight_sums, which may be null. For the gradient of x: dh, weight, seven that are
-// unused, dx; and `sizes` has dh's sizes in place of x's, x's channels as out_channels. Returns a cudaError_t.
+// out, then grad, channel_sums, and weight_sums or null. For the gradient of x: dh, weight, seven that are unused, dx;
+// and `sizes` has dh's sizes in place of x's, and x's channels as out_channels. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
     Arguments p = plan(sizes);
@@ -1625,7 +1639,8 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
-// ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache
+// ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache. Tiles
+// and `outs` are not those of CUDA_SOURCE: a tile is kTilePixels pixels of a band, `outs` counts all output channels.
 //
 // A thread computes a band at a time: some rows of four channels of a sample. h, here without biases, has x's row
 // length: its pixel (row, column) is at index row * width + column. A value of h is a sum of terms, each a weight times
@@ -1635,9 +1650,9 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; a loaded
-// value of x is used in four products. The tiles also prefetch the cache lines of out that their band will fill: that
-// makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes the
-// activation, adds up values and squares in double, and copies the band to out. normalize_channels follows, in out.
+// value of x is used in four products. The thread also prefetches the cache lines of `out` that its band will fill:
+// that makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes the
+// activation, adds up values and squares in double, and copies the band to `out`, which normalize_channels normalizes.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1787,7 +1802,7 @@ struct Layout {
     std::vector<int64_t> offsets = std::vector<int64_t>(terms);  // of each term: from an output's pixel to the input's
     std::vector<float> weights = std::vector<float>(channel_tiles * terms * kTileChannels);
 
-    // Fills `offsets` and `weights`, (channel_tiles, terms, 4). In the last tile the weights of channels that do not exist stay zero.
+    // Fills `offsets`, and `weights` as (channel_tiles, terms, 4). Weights of channels that do not exist stay zero.
     void prepare() {
         for (int64_t term = 0; term < terms; ++term) {
             const int64_t row = term / kernel_columns % kernel_rows;
@@ -1804,7 +1819,7 @@ struct Layout {
 struct DirectConvolution : Layout {
     std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
 
-    // scratch: kTilePixels values, since the last tile may begin before the band, then the long rows of four channels.
+    // `scratch` has room for kTilePixels values, as the last tile may begin before the band, then for four long rows.
     void make_band(int64_t sample, int64_t channel_tile, int64_t band, float* scratch) {
         const int64_t row = band * band_rows;
         const int64_t high = std::min(band_rows, rows - row);
@@ -1834,7 +1849,7 @@ struct DirectConvolution : Layout {
             float* const to = band_out + c * rows * columns;
             activate(v, length, conv_bias[channel] + bias[channel], scale[channel]);
             for (int64_t end = columns; end < length; end += width) std::fill_n(v + end, width - columns, 0.0f);
-            // As one row: the pixels that mix two rows, now zeros, add nothing.
+            // Adds up the band as one row. The pixels that mix two rows are zeros by now, and add nothing.
             of_bands[(sample * outs + channel) * bands + band] = add_up(v, length);
             for (int64_t r = 0; r < high; ++r) std::copy_n(v + r * width, columns, to + r * columns);
         }
@@ -1865,7 +1880,7 @@ struct DirectConvolution : Layout {
         }
     }
 
-    // A thread computes all of a slice, so that normalize_channels may find its values in this core's cache.
+    // Both steps for a slice (whole groups and whole tiles), by one thread: its core's cache may hold the values.
     void make_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, outs);
@@ -1879,7 +1894,7 @@ struct DirectConvolution : Layout {
         const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values`: of each of n
             at::parallel_for(0, n, kGrain / values + 1, make);
         };
-        if (samples * slices >= 4 * at::get_num_threads()) {  // then every thread has less than 5/4 of the mean
+        if (samples * slices >= 4 * at::get_num_threads()) {  // then no thread has over 5/4 of the average work
             const int64_t tiles_of_slice = at::divup(channel_tiles, slices);
             in_parallel(samples * slices, tiles_of_slice * bands * band_values, [&](int64_t begin, int64_t end) {
                 for (int64_t i = begin; i < end; ++i) make_slice(i / slices, i % slices);
@@ -1911,7 +1926,7 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
         const auto [out, statistics] = forward_cpu(x.to(at::kFloat), widened, groups, eps);
         return {out.to(x.scalar_type()), statistics};
     }
-    const Tensor no_statistics = at::zeros({x.size(0), groups, 3}, at::kFloat);  // which no kernel here reads
+    const Tensor no_statistics = at::zeros({x.size(0), groups, 3}, at::kFloat);  // no backward on a CPU reads them
     if (direct_pays(x, parameters[kWeight])) { return {convolve_directly(x, parameters, groups, eps), no_statistics}; }
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor bias = parameters[kBias].contiguous();
@@ -2008,7 +2023,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
         const auto [channel_sums, weight_sums] = launch(x, parameters, statistics, dh, 0, grad, needs_weight);
         const auto sum = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble); };
         sums.copy_(sum(channel_sums));
-        if (weight_sums.defined()) {  // (taps, outs, 8) for (out_channels, in_channels, taps)
+        if (weight_sums.defined()) {  // from (taps, channel_tiles * outs, 8) to (out_channels, in_channels, taps)
             const auto to = grad_weight.flatten(2);
             to.copy_(sum(weight_sums).permute({1, 2, 0}).slice(0, 0, to.size(0)).slice(1, 0, to.size(1)));
             aten_weight = false;
@@ -2155,7 +2170,7 @@ def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def _check_activation() -> None:
-    """Raise an error unless `activation` is `_activate`, also of NaN, and its gradient the difference quotient."""
+    """Raise an error unless `activation` is `_activate`, at NaN too, and its gradient is the difference quotient."""
     activation = getattr(torch.ops, NAMESPACE).activation
     z = torch.tensor([-4.3, -3.4, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 4.1, 5.2], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
@@ -2181,7 +2196,7 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 
 
 def _is_image(t: torch.Tensor) -> bool:
-    """Whether it is contiguous, and PyTorch does not take it for channels_last by the strides of dimensions of 1."""
+    """Whether it is contiguous, and not channels_last to PyTorch too, as it may be if some dimensions are 1."""
     shape = t.shape
     return len(shape) == 4 and t.is_contiguous() and t.stride()[1::2] == (shape[2] * shape[3], 1)
 
@@ -2277,7 +2292,7 @@ def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
 
 
 def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
-    """Whether the layers are as constructed, without hooks, and eps, 1e-6 or more, exceeds the variance's rounding."""
+    """Whether the layers are as constructed, without hooks, and eps is 1e-6 or more: above the variance's rounding."""
     plain = _is_plain(conv, nn.Conv2d) and _is_plain(norm, nn.GroupNorm) and norm.eps >= 1e-6
     return plain and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
 
@@ -2285,7 +2300,7 @@ def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
 def _is_light(tensors: tuple) -> bool:
     """Whether `fits` takes longer than our kernels save: float32 on a CPU, with gradients or below 128 pixels."""
     x = tensors[0]
-    if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # then the operator decides
+    if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # compiled: direct_pays decides
         return False
     if x.dtype != torch.float32 or x.dim() != 4 or torch.is_autocast_enabled("cpu"):
         return False

@@ -4,9 +4,9 @@
     y = (x - mean) * rstd,    rstd = 1 / sqrt(var + eps)
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
-over each slice: the H x W values of one sample and channel. var is the biased variance. On a GPU of compute capability
-7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16. On a CPU they take only float32
-without gradients. For everything else, and for a norm with hooks (see `fits`), PyTorch's instance_norm is called.
+mean and var are those of a slice: the H x W values of one sample and channel. var is the biased variance. On a GPU of
+compute capability 7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16. On a CPU
+they take only float32 without gradients. ModelNew calls PyTorch's instance_norm for everything else (see `fits`).
 
 Every value is used twice: for the mean and the variance and, when all of its slice has been read, for the output. The
 kernels read it from DRAM only once: between the two uses they keep its slice on the chip, and in the backward that of
@@ -16,12 +16,15 @@ g, too. The size of x's slice decides where (limits in brackets: the backward's)
     up to 6.9 MiB (4.6 MiB) on an H200    in the shared memory of several blocks, which wait for each other's sums
     larger, or blocks cannot wait         nowhere: the input is read twice
 
-6.9 MiB are what 132 blocks hold, one on each SM. Each has 576 worker threads, and each of these holds 6 packs of 16
-bytes; in float16 and bfloat16 8 packs (9.2 MiB in all); in any backward at most 4 of x and 4 of g. If 16 does not
-divide a slice's bytes, the limits are a little lower. Blocks can wait only if all are on the SMs at the same time.
+An H200 runs 132 blocks, one on each SM. Each keeps values in 216 KiB of shared memory, which is 27.8 MiB for all. In
+float32 a block keeps parts of four slices at a time, so a slice may have a quarter of it: 6.9 MiB. In float16 and
+bfloat16 a block keeps parts of three slices, so the limit is a third: 9.2 MiB. In the backward of the largest slices a
+block keeps parts of three slices of x and of three of g, so the limit is a sixth: 4.6 MiB. If 16 does not divide a
+slice's bytes, the limits are a little lower. Blocks can wait only if all of them are on the SMs at the same time.
 
-harness.py measured on an H200, for x of (112, 64, 512, 512). (2.31x eager: 2.31 times as fast as eager. In float32 the
-forward moves 15.03 GB, as fast as a copy of x does, and the backward alone moves 22.5 GB.)
+`python harness.py instance_norm --backward --dtype float32,bfloat16` measured on an H200, with x of (112, 64, 512,
+512). "2.31x eager" means 2.31 times as fast as eager. In float32 the forward moves 15.03 GB, as fast as a copy of x
+does, and the backward alone moves 22.5 GB. For the last line TORCH_CUDA_ARCH_LIST was 8.0+PTX: the code of an A100.
 
     float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.027 ms: 2.04x, 1.60x
     bfloat16                    forward 1.803 ms: 3.73x eager, 1.66x compile    with backward 4.523 ms: 3.27x, 1.65x
@@ -60,11 +63,12 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A thread loads and stores packs: V consecutive values, aligned to their size, at most 16 bytes. A span is all
-// the packs that one slice touches, numbered from 0. If the number n of a slice's values is not a multiple of V, spans
-// are RAGGED: a slice may begin and end inside a pack, and the other values of that pack belong to its neighbours.
-// Threads load such a pack whole, leave the neighbours' values out of the sums, and store only the slice's own values,
-// one at a time. In this picture slices have 10 float32 values (V = 4). x is a value of slice 1, . one of a neighbour:
+// Memory. A thread loads and stores packs. A pack is V consecutive values, at most 16 bytes, and its address is a
+// multiple of its size. A span is all the packs that one slice touches, numbered from 0. If V does not divide n, the
+// number of a slice's values, spans are RAGGED: a slice may begin and end inside a pack, and the other values of that
+// pack belong to its neighbours. Threads load such a pack whole, leave the neighbours' values out of the sums, and
+// store only the slice's own values, one at a time. In this picture slices have 10 float32 values, and V is 4. An x is
+// a value of slice 1, and a dot is a value of another slice:
 //
 //      pack             0              1              2
 //               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
@@ -72,19 +76,20 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 //                      head = 2, packs = 3, tail = 4, mask(0) = 0b1100
 
 template <typename T> constexpr int kValues16 = 16 / sizeof(T);  // the number of values in 16 bytes
-template <int V> constexpr unsigned kWholePack = (1u << V) - 1;  // the mask of a pack whose values all are the slice's
+template <int V> constexpr unsigned kWholePack = (1u << V) - 1;  // the mask of a pack without values of neighbours
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 template <typename T, int V> __device__ __forceinline__ float value_of(const Pack<T, V>& pack, int i) {
     return to_float(pack.value[i]);
 }
-// A bfloat16 is the upper half of a float, so one instruction converts a value here. to_float takes 1.5 on average.
+// A bfloat16 is the upper half of a float, so here one instruction converts a value. to_float takes 1.5 on average.
 template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16, V>& pack, int i) {
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
-// In the forward (OPERANDS = 1) a pack of x; in the backward (OPERANDS = 2) also the pack of g at the same place.
+// Holds a pack of x and, in the backward (OPERANDS = 2, in the forward 1), the pack of g at the same place.
 template <typename T, int V, int OPERANDS> struct Operands { Pack<T, V> pack[OPERANDS]; };
 
+// What a launch computes, and what the host needs for it.
 template <typename T> struct Task {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
     T* to;  // y, in the backward dx
@@ -92,8 +97,8 @@ template <typename T> struct Task {
     double inverse_n;  // 1 / n
     float eps;
     void* (*allocate)(void* tensor, int64_t bytes);  // gives `tensor` that many bytes, and returns its memory
-    void* tensor;
-    double* workspace;  // the memory of `tensor`: the sums that blocks publish to each other
+    void* tensor;  // an at::Tensor of CPP_SOURCE, which owns the workspace
+    double* workspace;  // global memory, in which blocks publish sums: they store them there for each other
     cudaStream_t stream;
 };
 
@@ -121,7 +126,8 @@ template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #endif
 }
 
-// If not ALIGNED, the span lies in shared memory and may begin at any value, so values are moved one by one.
+// The span of a slice or, for STAGED slices (see below), that of a thread's part of a slice. If not ALIGNED, it is such
+// a part, and may begin at any value of shared memory. So `load` and `store` move its values one by one.
 template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
     // base: the index in the tensor of pack 0's first value. head: how many of pack 0's values lie before the slice.
     // tail: how many of the last pack's values lie before the slice's end.
@@ -129,7 +135,8 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
     int head = 0, packs = 0, tail = V;
 
     Span() = default;
-    // Past the tensor's end a span has no packs. Unsigned remainders by a power of two are cheap.
+    // The span of a slice. Past the tensor's end it has no packs. The remainders are unsigned, because these take only
+    // one instruction: V is a power of two.
     __device__ Span(const Task<T>& task, int64_t slice) {
         if (slice >= task.slices) return;
         const int64_t begin = slice * task.n;
@@ -138,7 +145,7 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         packs = int((head + task.n + V - 1) / V);
         if (RAGGED) tail = int(uint64_t(head + task.n - 1) % V) + 1;
     }
-    // The part of a slice that a thread has in shared memory: `values` values from index `begin` of `from` on.
+    // The span of a thread's part of a slice in shared memory: `values` values from task.from[o][begin] on.
     __device__ Span(int begin, int values) : base(begin), packs((values + V - 1) / V) {
         if (RAGGED) tail = values - (packs - 1) * V;
     }
@@ -155,7 +162,7 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         const T* const from = task.from[o] + at;
         if constexpr (!ALIGNED) {
 #pragma unroll
-            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // the mask leaves out those past the span's end
+            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // of these the mask leaves out what is not the span's
         } else if (RAGGED && at + V > task.slices * task.n) {
             // The tensor ends inside this pack. Load the values that exist, at once even if ASYNC.
 #pragma unroll
@@ -185,11 +192,12 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
-// x - shift[0], and e is g - shift[1]. The shifts are near the means of x and g, so d and e are small, and little
-// precision is lost when the means are subtracted later, even where x is 10000 + noise.
+// x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. The shifts
+// are near the means of x and g, so mean(d) is small. So the difference loses little precision, even if x is noise
+// around 10000.
 
 // Adds the values of `operands`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
-// A pack of 16 bytes is added up by itself first, so that fewer roundings follow each other.
+// It first adds up the values of a pack of 16 bytes, and then adds that to `sum`: so fewer roundings follow each other.
 template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline__ void add_products(
     float* sum, const Operands<T, V, OPERANDS>& operands, unsigned mask, const float (&shift)[OPERANDS]) {
     constexpr bool kWhole = V == kValues16<T>;
@@ -222,7 +230,7 @@ template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline
 template <int OPERANDS> struct Norm {
     float mean[OPERANDS], rstd, slope, offset;
 
-    // sum: the slice's sums of d, of d * d / n, and in the backward of e and of d * e / n.
+    // sum: the slice's sums of d, of d * d / n, and in the backward of e and of d * e / n. Real is float or double.
     template <typename Real> __device__ void set(
         const Real (&sum)[2 * OPERANDS], const float (&shift)[OPERANDS], Real inverse_n, float eps) {
         Real difference[OPERANDS];  // from the shift to the mean
@@ -259,20 +267,23 @@ template <int OPERANDS> struct Norm {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Small slices are kept in registers. A group of 1 to 512 threads, a power of two, has a slice, and each of its threads
-// up to PACKS packs of it. (If slices have one or two packs, a group has two slices, and a thread one pack of each. For
-// 4 x 4 in bfloat16 this takes 0.92 of the time.) All is computed in float. The group first computes its shifts: the
-// means of a sample of the values. Then it computes the sums around the shifts, and from these the Norm.
+// Small slices are kept in registers. A group of threads has a slice, and each of its threads has up to PACKS packs of
+// it. The number of a group's threads is a power of two from 1 to 512. (If slices have one or two packs, a group has
+// two slices, and a thread one pack of each. For 4 x 4 in bfloat16 this takes 0.92 of the time of one slice a group.)
+// All arithmetic is in float. First the group takes a sample of the values, and uses the sample's means of x and g as
+// the shifts. Then it computes the sums around the shifts, and from these the Norm.
 //
 // In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
 // from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
-// most (1 + n / k) * v. A thread has at most 16 packs, so n / k is at most 16. (Where pack 0 has neighbours' values,
-// the slice's first value counts in their place, and the factor is at most 23.) So subtracting the mean's part costs
-// less than 5 of a float's 24 bits. If all values are equal, the shift is that value, and the output 0.
+// most (1 + n / k) * v. A thread has at most 16 packs, so n / k is at most 16, and this factor at most 17. (If pack 0
+// has neighbours' values, the slice's first value counts in their place. Then the factor is at most 23.) So the
+// difference mean(d * d) - mean(d)^2 loses less than 5 of a float's 24 bits. If all values are equal, the shift is that
+// value, and the output is 0.
 //
-// Slices of up to 240 values that are RAGGED in packs of 16 bytes have few packs, and share most with neighbours. They
-// go through shared memory (STAGED). A block's slices are one run of memory. All threads copy it, 16 bytes at a time:
+// In a slice of up to 240 values that is RAGGED in packs of 16 bytes, the first and the last pack are a large part, and
+// each may belong to two slices. So such slices go through shared memory: they are STAGED. A block's slices are one run
+// of memory. All threads copy it, 16 bytes at a time:
 //
 //      global memory    | slice 0 | slice 1 | slice 2 | ...
 //            |            copied by all threads together
@@ -280,14 +291,16 @@ template <int OPERANDS> struct Norm {
 //            |            taken by the thread that has them      an odd number, so that lanes read different banks
 //      registers          group 0   group 1   group 2
 //
-// A thread's values there are a span of their own, RAGGED only at its end. The thread puts its outputs where its values
-// were. Then the run is copied back. If a slice of up to 4096 16-bit values is RAGGED, but 4 divides their number, its
-// packs have 8 bytes, and are whole. It is STAGED, too, if it has up to 240 values.
+// A thread's values there are a span of their own, RAGGED only at its end. The thread stores its outputs to shared
+// memory, where its values of x were. Then all threads copy the run to the output in global memory. If slices have up
+// to 4096 values of 16 bits, and 4 divides their number but 8 does not, packs have 8 bytes, and none has neighbours'
+// values. These slices are STAGED, too, if they have up to 240 values.
 
 constexpr int kMaxGroupThreads = 512;
 constexpr int kHeldBytes = 128;  // the most bytes that a thread holds, unless STAGED; in the backward half are g's
-// The most values of a STAGED slice: 17 x 17 in 16 bits would take 1.2 times as long that way. A group has at most 8
-// threads, as each has room for 31 values. So a block has a multiple of 16 slices, and its run begins on 16 bytes.
+// The most values of a STAGED slice. 17 x 17 values of 16 bits would take 1.2 times as long if they were STAGED. Each
+// thread has room for 31 values or more, so 8 threads are enough for 240. So a block of 128 threads has a multiple of
+// 16 slices, and its run begins at a multiple of 16 bytes.
 constexpr int kMaxStagedValues = 240;
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it. The
@@ -299,8 +312,10 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
     }
 }
 // The same over a group of `threads` threads. All threads of the block call it. If a group has several warps, lane 0 of
-// each stores the warp's sums, and after the barrier each warp adds up those of the group. A kernel may call this only
-// once for each COUNT: a second call would have the same of_warp, and could overwrite what a slow warp still reads.
+// each stores the warp's sums, and after the barrier each warp adds up those of the group. For such groups a kernel may
+// call this only once for each COUNT: a second call would have the same of_warp, and could overwrite what a slow warp
+// still reads. (norm_in_registers calls it once for each of a group's slices, but a group with two has one or two
+// threads.)
 template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int threads) {
     __shared__ float of_warp[kMaxGroupThreads / 32][COUNT];
     if (threads <= 32) return add_over_lanes(value, threads);
@@ -316,8 +331,9 @@ template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int t
     add_over_lanes(value, warps);
 }
 
-// Empty assembly that claims to write the packs. Otherwise the compiler would convert the values to float once, for the
-// sums, and keep the floats until the output. It may do so if a thread has at most 16 values. More would be spilled.
+// An asm statement without instructions, which tells the compiler that it changes the packs. Otherwise the compiler
+// would convert the values to float once, for the sums, and keep the floats in registers until the output. It may do so
+// if a thread has at most 16 values. For more it would have too few registers, and spill them.
 template <typename T, int V, int OPERANDS, int PACKS> __device__ __forceinline__ void make_opaque(
     Operands<T, V, OPERANDS> (&held)[PACKS]) {
     if constexpr (PACKS * OPERANDS * V > 16) {
@@ -327,7 +343,8 @@ template <typename T, int V, int OPERANDS, int PACKS> __device__ __forceinline__
     }
 }
 
-// The block copies a run of values to shared memory, or back: packs, and then what the tensor's last run has left over.
+// The block copies a run of values to shared memory, or back: first packs of 16 bytes and then, one by one, the values
+// left over. Only the tensor's last run has such values.
 template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from, int values) {
     constexpr int V = kValues16<T>;
     for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) {
@@ -338,8 +355,8 @@ template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from,
 }
 
 constexpr int kBlock = 128;  // the threads of a block, unless a group has more
-// The threads that an SM must have room for if each holds so many bytes (more than 128 only if STAGED). Each may
-// then have 40, 64 or 96 of the SM's 65536 registers.
+// How many threads must fit on an SM if each holds BYTES bytes of packs (more than 128 only if STAGED). So the compiler
+// may give a thread at most 40, 64 or 96 registers, of the SM's 65536.
 template <size_t BYTES> constexpr int kThreadsOfSm = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
 
 template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED,
@@ -354,7 +371,8 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
     const int64_t block_slice = int64_t(blockIdx.x) * groups * SLICES;  // the block's first slice
     const int n = int(task.n);
     Task<T> source = task;  // if STAGED: only the block's slices, in shared memory
-    // If STAGED, a thread has this many of a slice's values, or fewer: an odd number of packs or, if RAGGED, of values.
+    // If STAGED, a thread has this many of a slice's values, or fewer at the slice's end. It is an odd number of packs
+    // or, if RAGGED, of values, as the picture says.
     constexpr int kUnit = RAGGED ? 1 : V;
     const int share = (((n / kUnit + threads - 1) >> log_threads) | 1) * kUnit;
     if constexpr (STAGED) {
@@ -374,7 +392,8 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
     Operands<T, V, OPERANDS> held[SLICES][PACKS];
     if constexpr (STAGED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
     // Calls use(i, p) for each pack that the thread has of its s-th slice: its i-th, which is the span's p-th. With two
-    // slices it always has one pack of each: a group past the tensor's end takes the last slice, for the same bits.
+    // slices the thread always has one pack of each: a group past the tensor's end takes the last slice once more, and
+    // stores the same bits to the same place.
     const auto each = [&](int s, const auto& use) {
 #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
@@ -405,7 +424,8 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
     if constexpr (STAGED) __syncthreads();  // no thread may store outputs before all have loaded
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-        // Move the shifts near the sample's means: __fdividef will do. Each thread divides, as a total could overflow.
+        // Move the shifts to the sample's means, up to the small error of __fdividef. Each thread divides its own sums
+        // before these are added up, because a total could overflow.
         float of_sample[kSums] = {};  // only the sums of d and e are used: the compiler drops the others
         each(s, [&](int i, int p) {
             if (i < kSample) add_products<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
@@ -424,7 +444,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
         each(s, [&](int i, int p) { add_products<RAGGED>(sum, held[s][i], span[s].mask(p), shift[s]); });
 #pragma unroll
         for (int k = 1; k < kSums; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
-        // Norm divides the totals of d and e: if each thread divided its sums, the smallest would become 0.
+        // Norm divides the totals of d and e. If each thread divided its own sums, the smallest would underflow to 0.
         add_over_group(sum, threads);
         Norm<OPERANDS> norm;
         norm.set(sum, shift[s], inverse_n, task.eps);
@@ -439,7 +459,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Larger slices are cut into tiles. A block copies a tile to its shared memory, and keeps it there until it has written
-// the tile's output. The tiles of all slices are numbered, slice after slice. A block takes a tile in each round:
+// the tile's output. The tiles of all slices are numbered, slice after slice. In each round a block begins a tile:
 //
 //      tile    0   1   2   3   4   5   6   7   8  ...      tile = 3 * slice + index; here a slice has 3 tiles
 //      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...
@@ -449,33 +469,39 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 //      2nd tile                 arrives   summed     waits    written                  from which another tile is
 //      3rd tile                           arrives   summed     waits    written        written in the same round.
 //
-// A stage is a part of shared memory that has room for one tile of each operand. A block's last warp is its reducer,
-// the others are workers. A worker warp has up to kTilePacks * 32 packs of every tile, each lane every 32nd of them. In
-// a round a worker thread goes over its packs once. At each of them it
+// A stage is a part of shared memory. It has room for one tile of x and, in the backward, for the same tile of g. A
+// block's last warp is its reducer, and the others are workers. A worker warp has up to kTilePacks * 32 packs of every
+// tile, and each lane every 32nd of them. In a round a worker thread goes over its packs once. At each of them it
 //   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
 //   2. reads the tile that is written from shared memory, and writes its output to global memory;
 //   3. begins to copy the tile that arrives from global memory to where step 2 has read;
 //   4. waits until its next pack of the tile that is summed is there: it began that copy a round before.
-// Meanwhile the reducer reads the workspace until it has the sums of all tiles of the slice whose tile waits. From them
-// it computes a Norm, and stores it in shared memory. In the next round the workers write the tile with it. A barrier
-// ends the round. Then the reducer adds up the warps' sums of the tile that was summed, and publishes the totals: it
-// stores them in the slice's section of the workspace. This needs no flags and no fences. Every word of the workspace
-// is kEmpty until a sum is written there, in one store of 64 bits. So a word that is not kEmpty is the sum.
-// Between the sums of a tile and its output a block has a round of other work (two with 4 stages), so it loses no time
-// if other blocks are a little late. Copies and stores are spread evenly over the round.
+// Meanwhile the reducer takes care of the tile that waits. It reads the workspace, where blocks publish sums, until it
+// has the sums of all tiles of that tile's slice. From them it computes a Norm, and stores it in shared memory. With
+// this Norm the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps'
+// sums of the tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace.
+//
+// This needs no flags and no fences. Before the cooperative launch all words of the workspace become kEmpty. A sum is
+// written to its word by one store of 64 bits. So a word that is not kEmpty is a whole sum, all that the reducer needs.
+//
+// When a block has published the sums of a tile, it has a round of other work (two with 4 stages) before it needs the
+// Norm. So it loses no time if other blocks are a little late. Copies and stores are spread evenly over the round.
 //
 // No block waits forever. All blocks are resident, that is on the SMs at the same time: the launch is cooperative. A
 // slice has no more tiles than there are blocks, so a block has at most one tile of it. A block takes its tiles in
-// ascending order. Now look at the first slice whose sums are not all published, and at a block that is to publish some
-// of them. Before that it waits only for earlier slices. Their sums are all published, so it will publish its own.
+// ascending order. Now take the first slice whose sums are not all published, and a block that has yet to publish some
+// of them. Before it does, it waits only for earlier slices. Their sums are all published, so it will publish its own.
 //
 // Blocks cannot wait if a slice has more tiles than blocks are resident, or if the cooperative launch is refused (see
-// launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The
-// second does all that is said above: it publishes the same bits again, and finds all sums published.
+// launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums, does not wait, and
+// writes no output. The second does all that is said above. It does not wait either, as all sums are there. It
+// publishes them again, with the same bits.
 
-// The packs of each operand that a worker thread has of a tile. In all it has 24 (384 bytes), which 2, 3 and 4 divide.
+// How many packs of a tile a worker thread has, of each operand. For all operands and stages together it has room for
+// 24 packs, which are 384 bytes. 24 is a multiple of 1 and 2 operands times 3 and 4 stages.
 template <int OPERANDS, int STAGES> constexpr int kTilePacks = 24 / OPERANDS / STAGES;
-// The reducer and 18 worker warps. These need 18 * 12 KiB of shared memory. A block can have 227 KiB on 9.0 and 10.0.
+// The reducer and 18 worker warps. Each of these has 32 * 384 bytes of shared memory, so together they have 216 KiB. A
+// block can have 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
@@ -484,10 +510,11 @@ struct Tiling {
     int section;  // the number of doubles in a slice's section of the workspace, which begins on a 128-byte line
 };
 
-// A warp adds up in float, around its shift: the median of three of its values, so that a single outlier is not chosen.
-// Warps' shifts differ, so it then converts its sums, in double, to sums around the slice's first value. These are
-// added over all warps and tiles, always in one order. The first value is one of the n values, so the sum of d * d
-// around it is at most n times that around the mean: subtracting the mean's part costs log2(n) of a double's 53 bits.
+// A warp adds up in float, around a shift of its own: the median of three of its values, so that a single outlier is
+// not chosen. Warps' shifts differ, so each warp then converts its sums, in double, to sums around the slice's first
+// value. These are added over all warps and tiles, always in the same order. The first value is one of the slice's n
+// values, so the sum of d * d around it is at most n times that around the mean. So mean(d * d) - mean(d)^2 loses at
+// most log2(n) of a double's 53 bits.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
@@ -496,10 +523,11 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
     float shift[OPERANDS];
     float sum[kSums + 1] = {};  // d, d * d, e, d * e, and the number of values
 
-    // operands: the lane's first. mask: which of their values belong to the slice; 0 if the lane has no pack.
+    // operands: the lane's first pack of the tile. mask: which of its values belong to the slice; 0 if it has no pack.
     __device__ void choose_shift(const Operands<T, V, OPERANDS>& operands, unsigned mask) {
-        // Lane 1 chooses, or lane 0 if lane 1 has no pack. In every pack but the slice's first, which lane 0 may have,
-        // value 0 belongs to the slice. The first may have only one value of the slice, perhaps an outlier.
+        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may have the slice's first pack, in which value 0 may
+        // be a neighbour's. That pack may have only one value of the slice, perhaps an outlier. Then lane 1 has a pack,
+        // too: a slice's first tile has at least 32. In all other packs value 0 belongs to the slice.
         const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
@@ -541,7 +569,7 @@ template <int kSums> __device__ double add_every(double value) {
 // A warp adds up the published sums of a slice's tiles: kSums words a tile, a double each. Lane l returns the total of
 // sum l % kSums. Each lane reads its words again and again until none is kEmpty.
 template <int kSums> __device__ double add_published(const double* from, int tiles) {
-    constexpr int kAtOnce = 8;  // words that a lane loads before it waits for the first of them
+    constexpr int kAtOnce = 8;  // how many words a lane loads before it uses the first of them
     double total = 0;
     for (int w = threadIdx.x % 32; w < tiles * kSums; w += kAtOnce * 32) {
         double word[kAtOnce];
@@ -568,8 +596,9 @@ template <int kSums> __device__ double add_published(const double* from, int til
 template <typename T, int OPERANDS, bool RAGGED, int PACKS> struct Tile {
     int slice = -1, index = 0, first_pack = 0, end_pack = 0;
     Span<T, kValues16<T>, RAGGED> span;
-    // The slice's first value of each operand, not yet as a float. If a thread converted it here, it would wait for it
-    // in every round, and the bfloat16 backward would take 1.03 times as long (slices of 40 KiB: 1.2 times).
+    // The slice's first value of each operand, not yet converted to float. If a thread converted it here, it would wait
+    // for the load in every round. The bfloat16 backward would take 1.03 times as long (with slices of 40 KiB 1.2
+    // times).
     T first_value[OPERANDS] = {};
 
     Tile() = default;
@@ -590,11 +619,12 @@ template <typename T, int OPERANDS, bool RAGGED, int STAGES>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
     constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, PACKS = kTilePacks<OPERANDS, STAGES>;
-    // [warp][stage][pack][operand][lane]: each thread reads what it copied itself. If `stages` is aligned to only 16
-    // bytes, the forward takes 1.15 times as long (H200, 1 MiB in float32), the backward 1.04, in bfloat16 1.07.
+    // [warp][stage][pack][operand][lane]. Each thread reads only what it copied itself, so it need not wait for other
+    // threads. If `stages` were aligned to only 16 bytes, the forward would take 1.15 times as long (H200, 1 MiB in
+    // float32), and the backward 1.04 times, in bfloat16 1.07.
     extern __shared__ __align__(128) uint4 stages[];
-    // For even and for odd rounds: workers store one of_warp while the reducer may read the other, and read one norm
-    // while the reducer stores the other.
+    // One of each for even rounds and one for odd rounds: workers store one of_warp while the reducer may still read
+    // the other, and read one norm while the reducer stores the other.
     __shared__ double of_warp[2][kMaxThreads / 32][kSums];
     __shared__ Norm<OPERANDS> norms[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
@@ -610,7 +640,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     // A slice's section of the workspace.
     const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.section; };
 
-    Tile<T, OPERANDS, RAGGED, PACKS> tiles[STAGES + 1];  // from the one that arrives to the one that is written
+    Tile<T, OPERANDS, RAGGED, PACKS> tiles[STAGES + 1];  // the tile that arrives, ..., the tile that is written
     const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[STAGES - 1], &written = tiles[STAGES];
     Norm<OPERANDS> known_norm;  // the reducer's, of slice `known`
     int known = -1;
@@ -676,7 +706,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A group has as few threads as can hold a slice. `room` is that of a thread, in packs, but in values if STAGED.
+// A group has as few threads as can hold a slice. `room` is what a thread can hold: packs or, if STAGED, values.
 template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED>
 static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
     const int64_t room = STAGED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
@@ -684,7 +714,7 @@ static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
     while ((room << log_threads) < (STAGED ? task.n : packs)) ++log_threads;
     const int block = std::max(kBlock, 1 << log_threads);
     const int groups = block >> log_threads;
-    // A thread's last pack may end up to V - 1 values past the run.
+    // V more values, because a thread's last pack may end up to V - 1 values past the run, and `load` reads them, too.
     const int shared = STAGED ? (groups * int(task.n) * OPERANDS + V) * int(sizeof(T)) : 0;
     const unsigned grid = unsigned(divide_up(task.slices, groups * SLICES));
     const auto kernel = norm_in_registers<T, V, OPERANDS, SLICES, PACKS, RAGGED, STAGED>;
@@ -699,15 +729,16 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     // One block an SM, with as many worker warps as the SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on
-    // 8.6, 5 on 7.5. 2560 bytes are more than the block's static shared memory (up to 1280) and the 1 KiB of CUDA.
+    // 8.6, 5 on 7.5. 2560 bytes are more than the block's static shared memory, which is up to 1280, and the 1024 that
+    // CUDA reserves for a block.
     constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kTilePacks<OPERANDS, STAGES>;
     const int workers = std::min((shared - 2560) / kWarpBytes, kMaxThreads / 32 - 1);
     const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
     const int64_t resident = int64_t(blocks) * sms;
-    // A slice gets the fewest tiles that blocks can hold. If that leaves resident blocks without a tile, it gets more,
-    // as long as each but the last has the packs of at least one warp. A tile's size is a multiple of 32 packs.
+    // A slice gets as few tiles as can hold it. If that leaves resident blocks without a tile, it gets more, but each
+    // tile before the last has as many packs as one warp can hold, or more. A tile's size is a multiple of 32 packs.
     const int64_t fewest = divide_up(packs, workers * kWarpPacks), most = divide_up(packs, kWarpPacks);
     const int64_t wanted = std::max(fewest, std::min(most, resident / task.slices));
     const int64_t tile_packs = divide_up(divide_up(packs, wanted), 32) * 32;
@@ -721,7 +752,7 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
     void* arguments[] = {&task, &tiling, &write};
     if (tiles <= resident) {
         if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0xff, bytes, task.stream))
-            return error;  // otherwise each word is kEmpty now
+            return error;  // without an error each word will be kEmpty when the kernel begins
         if (cudaLaunchCooperativeKernel(kernel, grid, threads, arguments, dynamic, task.stream) == cudaSuccess)
             return cudaSuccess;
         // In a part of a GPU (MIG, MPS) fewer blocks may be resident than was computed. Then this launch is refused.
@@ -736,13 +767,13 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
 }
 
 template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const Task<T>& task) {
-    constexpr int V = kValues16<T>, kMost = kHeldBytes / 16 / OPERANDS;  // kMost: the most packs of a thread
+    constexpr int V = kValues16<T>, kMost = kHeldBytes / 16 / OPERANDS;  // kMost: a thread's packs, unless STAGED
     const int64_t packs = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
     if (packs > kMaxGroupThreads * kMost) {
-        // In float32 four stages are faster than three (H200, 1 MiB: 0.98 of the time, backward 0.93). In 16 bits three
-        // are faster than four (0.95, backward 0.88), since the workers have more to do for each byte. But with four
-        // the largest slice is smaller. So the float32 backward has four only for slices of whole packs of up to 131072
-        // packs, 2 MiB. Of these an A100's 108 SMs have room for 134784.
+        // In float32 four stages are faster than three (H200, slices of 1 MiB: 0.98 of the time, backward 0.93). In 16
+        // bits three are faster than four (0.95, backward 0.88), since the workers have more to do for each byte. But
+        // with four stages the largest slice is smaller. So the float32 backward has four only for slices that are not
+        // RAGGED and have up to 131072 packs, 2 MiB. With four stages an A100's 108 SMs have room for 134784 packs.
         constexpr int kStages = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
         if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
             if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs);
@@ -802,8 +833,8 @@ CPP_SOURCE = r"""
 
 namespace {
 
-// On a CPU. Writes n outputs, a part of a slice: y = (x - mean) * rstd + offset. If `stream`, the stores bypass the
-// caches. For that y must be aligned to 32 bytes, and n a multiple of 8.
+// The kernels for a CPU. This one writes n outputs, a part of a slice: y = (x - mean) * rstd + offset. If `stream`, the
+// stores bypass the caches. For that y must be aligned to 32 bytes, and n must be a multiple of 8.
 void write(float* y, const float* x, int64_t n, float mean, float rstd, float offset, bool stream) {
 #ifdef __AVX__
     if (stream) {
@@ -823,7 +854,7 @@ void write(float* y, const float* x, int64_t n, float mean, float rstd, float of
 // sums, in double, are of d and of d * d, where d is x minus the slice's first value.
 constexpr int64_t kChunk = 512;
 void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
-    float mean = 0, rstd = 0, offset = 0;  // the written slice's; offset corrects for the rounding of mean
+    float mean = 0, rstd = 0, offset = 0;  // of the slice that is written; offset corrects for the rounding of mean
     for (int64_t slice = 0; slice <= slices; ++slice) {
         const float* const next = x + slice * n;
         const double first_value = slice < slices ? next[0] : 0;
@@ -875,7 +906,7 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream);
 
-// Returns t, or a copy if t is not contiguous or not aligned, as a view may be.
+// Returns t, or a copy if t is not contiguous or, as a view may be, not aligned to 16 bytes.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -922,7 +953,8 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("forward", c10::DispatchKey::CUDA, [](const at::Tensor& x, double eps) { return run_on_gpu({}, x, eps); });
     m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);
 #endif
-    // Autograd goes through InstanceNorm, below. Gradients of these operators themselves, and forward mode, are errors.
+    // Autograd goes through the class InstanceNorm, in Python. Gradients of these operators themselves, and
+    // forward-mode AD, are errors.
     m.impl("forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
     m.impl("backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }

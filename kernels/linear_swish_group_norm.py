@@ -10,16 +10,16 @@ feature; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32,
 there are no hooks, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the plain
 path: the Model's own lines.
 
-On a GPU the product is done in one of three ways:
-  - All 16-bit products, and float32 ones that are small (`_is_large`) or not worth a split (`_pays`), are nn.Linear's
-    own (cuBLAS). Without gradients they are launched before Python checks whether the rest fits, so that the GPU starts
-    early.
-  - Without TF32, other float32 products run on tensor cores, as three fp16 products, and are at least as accurate as
-    cuBLAS's.
-  - Where TF32 is allowed and groups have 64 features, cuBLAS multiplies fp16 numbers, which have TF32's 11 bits, in
-    half the time of its TF32 product.
-If groups have 64 features, the second way's epilogue does all that follows the product, and a kernel that calls the
-same epilogue, `apply_epilogue`, does it after the third. In the other cases one more kernel, `finish_groups`, does it.
+On a GPU the product x W^T is done in one of three ways:
+  - nn.Linear (cuBLAS) does all 16-bit products, and the float32 ones that are small (`_is_large`) or gain nothing from
+    the other ways (`_pays`). Without gradients it is launched before Python checks whether the rest fits, so that the
+    GPU starts early.
+  - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
+    products in place of the float32 one. The result is at least as accurate as cuBLAS's.
+  - Where TF32 is allowed and groups have 64 features, each number is rounded to fp16, which has TF32's 11 bits, and
+    cuBLAS multiplies these in half the time of its TF32 product.
+If groups have 64 features, the second way's kernel does all that follows the product in its epilogue. After the third
+way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `finish_groups` turns h into the output.
 
 In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the gradients of the two
 biases, gamma and beta. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are
@@ -31,8 +31,9 @@ computed.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.24 ms, 3.67x
-eager, with backward 7.68 ms, 3.01x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.57 ms, 4.9x. With cuBLAS's float32 product,
-which GPUs of 8.6 get, an earlier version took 5.9 ms in float32 on an H200, 1.4x eager.
+eager, with backward 7.68 ms, 3.01x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.57 ms, 4.9x. GPUs that are not in
+`_BY_PIECES`, such as those of 8.6, get cuBLAS's float32 product. With that an earlier version took 5.9 ms in float32 on
+an H200, 1.4x eager.
 """
 
 import contextlib
@@ -58,49 +59,55 @@ CUDA_SOURCE = r"""
 
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
-// Pieces. Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products up in float32. So a float32
-// number x, of 24 bits, is split into two fp16 numbers, its pieces: hi is x rounded to fp16, and lo is x - hi rounded
-// to fp16. The unit of x's last bit is 2^-23 of x at most. x - hi is at most 2^12 such units. fp16 numbers of that
-// size are 2 units apart, so lo is off by at most one. With w = hi' + lo' split likewise:
+// Pieces. Each value of C is a sum of K terms x w, where x is from a row of A and w from a row of B. (In the forward A
+// is the layer's input and B its weight.) Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products
+// up in float32. So a float32 number x, of 24 bits, is split into two fp16 numbers, its pieces: hi is x rounded to
+// fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then x - hi is at most
+// 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo' split likewise:
 //
 //     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-// lo lo' is dropped, and three products remain. The K dropped terms of a sum have different signs and mostly cancel.
-// They add up to less than float32 arithmetic loses by rounding the sum after each of K additions, by up to 2^-24 of
-// it. On the GPUs where this is used (`_BY_PIECES`), tensor cores multiply fp16 7 or 16 times as fast as SGEMM,
-// cuBLAS's float32 product, multiplies float32.
+// lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, C's value is off by at most
+// (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have different signs. float32
+// arithmetic rounds the sum after each of K additions, by up to 2^-24 of it. Its bound is K 2^-24 S, at least 16 times
+// as large, since K is 128 or more (`_is_large`). On the GPUs where this is used (`_BY_PIECES`), tensor cores multiply
+// fp16 7 or 16 times as fast as SGEMM, cuBLAS's float32 product, multiplies float32.
 //
-// Scales. The largest fp16 number is 65504. So each row is first multiplied by the power of two that brings its largest
-// value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales. For example, 0.3 in a row
-// whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of
-// 8 there, and lo is -1.599609.
+// Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
+// its largest value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales, called `unscale`.
+// For example, 0.3 in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832,
+// as fp16 numbers of that size are 8 apart, and lo is -1.599609.
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
-// grow with K. So after every 32 of K the accumulators are added to float32 sums in other registers, and begin again at
-// zero; after every 64 from K = 1024 on, and after every 128 from 4096 on, since SGEMM's errors grow with K as well.
-// (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors
-// could be 1.2 times SGEMM's.)
+// grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
+// the sum. After every 32 of K it adds the accumulator to the sum, in float32 with rounding, and restarts at zero; from
+// K = 1024 on after every 64, and from 4096 on after every 128, since SGEMM's errors grow with K as well. (With 64 in
+// place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors could be
+// 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. Below 2^-14 fp16 counts in steps of 2^-24, so that hi or lo may be off by 2^-25.
-//   - Of a scaled value of 2^-2 or more that is at most 2^-23, which is lost anyway. A smaller one, which is below
-//     2^-16 of its row's largest, is called coarse.
+// Doubt. Below 2^-14 fp16 numbers are 2^-24 apart, so a hi or lo of that size is off by up to 2^-25.
+//   - Of a scaled value of 2^-2 or more that is at most 2^-23, no more than lo may be off anyway. A smaller value other
+//     than 0, which is below 2^-16 of its row's largest, is called coarse.
 //   - A coarse value is multiplied by one below 2^15. So if two rows have c coarse values between them, their errors
-//     change the sum by less than c 2^-25 2^15 = c 2^-10. If the sum is at least c 2^14, that is less than the 2^-24
-//     of it that float32 may lose.
-//   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
-//     smaller than its two rows' doubts together is doubtful, and is computed again from the float32 values. That
-//     happens to fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
-//   - Rows whose largest finite value is 2^75 or more have infinite doubt: from 2^88 on, a sum times the first of its
-//     two inverse scales, that of x's row, might overflow. Rows without a finite value but 0 have a doubt of -infinity:
-//     their sums are not computed again.
+//     change the sum by less than c 2^-25 2^15 = c 2^-10. If the sum's magnitude is at least c 2^14, that is less than
+//     the 2^-24 of it that float32 may lose in one rounding.
+//   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum smaller in
+//     magnitude than its two rows' doubts together is doubtful, and the epilogue computes it again, in float32 from x
+//     and W. That happens to some 3 of 10^6 sums of normal random operands at K = 8192, and to fewer at smaller K or of
+//     uniform ones (an estimate).
+//   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
+//     they are finite. A row with a larger one, of which a finite value is 2^75 or more, has infinite doubt: all its
+//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, which are
+//     0 or NaN, never are. (An infinity makes NaN, as its lo is inf - inf. After the norm it would be NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
-// of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B.
+// of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
 //
-//     | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
+//     quarter         0             1              2             3
+//                | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Its errors
@@ -108,11 +115,12 @@ CUDA_SOURCE = r"""
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
-// tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L is multiplied, lines L + 1
-// and L + 2 arrive.
+// tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L of each row is multiplied,
+// lines L + 1 and L + 2 arrive.
 //
-// Swizzle. ldmatrix reads the same 16-byte chunk of eight rows at once. If that were at the same place of each row's
-// 128 bytes, all eight would lie in the same banks of shared memory. So chunk c of row r is stored at place c ^ r % 8:
+// Swizzle. ldmatrix reads one 16-byte chunk of each of eight rows at once. A row of a stage has 128 bytes, which is all
+// 32 banks of shared memory. If chunk c were at the same place in all rows, the eight would lie in the same four banks
+// and be read one after another. So chunk c of row r is stored at place c ^ (r % 8):
 //
 //     place             0 1 2 3 4 5 6 7
 //     chunk in row 0    0 1 2 3 4 5 6 7
@@ -121,23 +129,24 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// MN-major. The gradients are products C = A B instead. B is (K, n), and its rows are split, so a line holds 32 columns
-// of one k. A stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0
-// of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
+// MN-major. The gradients are products C = A B instead. B is (K, n), and a line holds 32 columns of one of its rows. A
+// stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0 of all 32
+// rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
 
-constexpr int kLine = 64;  // fp16 numbers: 128 bytes, which is every bank of shared memory once
+constexpr int kLine = 64;  // fp16 numbers in a line: 128 bytes
 constexpr int kLineBytes = kLine * 2;
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
-constexpr int kStages = 3;  // two blocks' have 144 KiB, and an SM of 8.0 has 164 (with 4: 2% more time on an H200)
+constexpr int kStages = 3;  // two blocks' take 144 KiB, and an SM of 8.0 has 164 (4 take 2% more time, H200)
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
-constexpr int kBand = 16;  // rows of tiles: at K = 8192 they need 32 MiB of A's pieces, which L2 holds
-constexpr int kScaleLines = 4;  // lines of a row of A that have one scale in the gradients: 128 of K
-// Four warps, two down and two across. A warp computes 32 rows and 64 columns. A thread keeps 64 sums and as many
-// accumulators in registers, 128 of at most 255.
+constexpr int kBand = 16;  // rows of tiles in a band (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
+constexpr int kScaleLines = 4;  // in the gradients these lines of a row of A, 128 of K, have a scale of their own
+// Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
+// as many accumulators in registers: 128 of the 255 that it may have.
 constexpr int kThreads = 128;
-constexpr int kRowTiles = 2;  // of 16 rows, an mma's
-constexpr int kColumnTiles = 8;  // of 8 columns, an mma's
+constexpr int kRowTiles = 2;  // in a warp's 32 rows: an mma has 16
+constexpr int kColumnTiles = 8;  // in a warp's 64 columns: an mma has 8
+// V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 struct Sum {
     __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
@@ -170,7 +179,7 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// Stores the pieces of two neighbouring scaled values, k and k + 1 of their row, k even.
+// Splits two neighbouring scaled values, k and k + 1 of their row, k even, and stores their pieces in the row's lines.
 template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t k, float first, float second) {
     constexpr int kValues = kLine / PIECES;
     const __half2 hi = __floats2half2_rn(first, second);
@@ -178,9 +187,9 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     to[0] = hi;
     if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
 }
-// Splits rows of k values: first the m of x, then those of W. Of row r it stores the pieces, the inverse of its scale,
-// unscale[r], and doubt[r]. Block r finds the row's largest value, then splits the row. In between, each of its at most
-// 256 threads keeps 32 values in registers. Of a row of more than 8192 values the others are read from memory twice.
+// Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r, then scales and
+// splits the row, and stores its pieces, unscale[r] and doubt[r]. Between the two steps each of its at most 256 threads
+// keeps 32 values in registers. A row of more than 8192 values does not fit, and what is beyond these is read twice.
 // (If all values were read twice, the forward would take 2% to 7% longer on an H200.)
 constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
@@ -192,7 +201,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     const float* const values = row < m ? x + row * k : w + (row - m) * k;
     __half* const row_pieces = pieces + row * pitch;
     const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);
-    const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond it
+    const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
         return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
@@ -200,7 +209,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     float2 held[kPairs];
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) held[p] = pair_at(first + p * step);
-    const auto each = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs of the row, and for zeros
+    const auto each = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs of the row, and zeros beyond
 #pragma unroll
         for (int p = 0; p < kPairs; ++p) use(first + p * step, held[p]);
         for (int i = first + kPairs * step; i < filled; i += step) use(i, pair_at(i));
@@ -218,7 +227,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     const float scale = power_of_two(exponent);
     int thread_coarse = 0;
     each([&](int i, const float2& pair) {
-        if (i >= filled) return;  // otherwise also stores the zeros that fill the row's last line
+        if (i >= filled) return;  // zeros beyond the row's last line; those within it are stored
         const float a = pair.x * scale, b = pair.y * scale;
         thread_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
         store_pieces<PIECES>(row_pieces, i, a, b);
@@ -227,7 +236,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __syncthreads();
     if (threadIdx.x > 0) return;
     unscale[row] = power_of_two(-exponent);
-    // An exponent below -60: the largest finite value is 2^75 or more. Bits of 0: there is no finite value but 0.
+    // An exponent below -60: `unscale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
     doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse * 0x1p14f;
 }
 
@@ -242,7 +251,7 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 template <int PENDING> __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 }
-// Four 8 x 8 matrices of 16-bit numbers; lane 8 i + j points at row j of matrix i.
+// Loads four 8 x 8 matrices of fp16 numbers. Lane 8 i + j points at row j of matrix i in shared memory.
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -256,7 +265,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_
             : "memory");
     }
 }
-// d += a b: 16 rows and 8 columns of C, 16 of K.
+// d += a b, by all lanes of a warp: 16 rows and 8 columns of C, 16 of K.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -264,14 +273,15 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rows of pieces in device memory, `pitch` numbers from one to the next.
+// Rows of pieces in device memory, `pitch` fp16 numbers from one to the next.
 struct Operand {
     const __half* values;
     int rows;
     int64_t pitch;
 };
-// This thread's part of the copies to the stages: one 16-byte chunk of every 16th row of a stage. For rows and lines
-// that do not exist from_a and from_b may point past the end, but then nothing is read there.
+// This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
+// a row's 128 bytes. For rows and lines that do not exist from_a and from_b may point past the end, but then nothing is
+// read there: such a row becomes zeros, and such a line is not copied.
 template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kThreads / 8;
     const Operand &a, &b;
@@ -303,21 +313,20 @@ template <bool MN_MAJOR> struct Copies {
         }
         from_a += kLine;
         from_b += MN_MAJOR ? 32 * b.pitch : kLine;
-        commit_copies();  // an empty group, too, so that wait_copies can count on one group a line
+        commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
-// Loads a quarter of a line of 16 COUNT rows of A or B from a stage, as operands of mma. `from` is where this lane
-// points ldmatrix for the first quarter:
+// Loads a quarter from a stage, as operands of mma. to[i] has the warp's rows of A, or columns of B, 16 i to 16 i + 15.
+// `from` is where this lane points ldmatrix for i = 0 and quarter 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// A row of the stage is a row of A, a column of B or, MN-major, a row of B. MN-major, quarters 0 and 1 are hi of rows
-// 0..15 and 16..31, quarters 2 and 3 their lo, and to[i] has 16 columns: half i % 2 of line i / 2. The address of
-// another quarter is `from` with the
-// byte offset of the quarter xor-ed into it. That commutes with the swizzle, (c ^ q) ^ r % 8 = (c ^ r % 8) ^ q, and
-// needs stages that begin at multiples of 128 bytes.
+// Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or a
+// column of B. MN-major, it is a row of B: then K picks the row, and to[i] is half i % 2 of the hi, or the lo, in the
+// warp's line i / 2. A chunk q places further on in its row is at `from` ^ 16 q, as that commutes with the swizzle:
+// (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. It needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -335,13 +344,13 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTile
         for (int j = 0; j < kColumnTiles; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// The column of sum j of the 16 that a thread has of a row. `column` is that of sum 0.
+// A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. Every `interval` lines a row's
-// accumulators, times unscale[line / kScaleLines * unscale_pitch + row], are added to its sums; with unscale_pitch 0 a
-// row has one scale. At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is
-// C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four
-// rows.
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. A row's accumulators of `interval`
+// lines, the first of which is `line`, times unscale[line / kScaleLines * unscale_pitch + row], are added to its sums.
+// (With unscale_pitch 0 a row has one scale. The scales of B's rows are left to the epilogue.) At the end each thread
+// calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is C[row + 8 i][column_of(column, j)], which may
+// be outside C. Four neighbouring lanes have 64 columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
         int unscale_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
@@ -351,7 +360,8 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     extern __shared__ __align__(128) unsigned char stages[];
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    // Tiles are taken in bands of kBand rows of tiles, a band column by column, so that L2 still has their operands.
+    // Blocks take the tiles of a band, kBand rows of tiles, column by column. So L2 still holds the band's rows of A,
+    // and the column's of B, when the next tile needs them.
     const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
     const int first_band_row = blockIdx.x / (kBand * across) * kBand, in_band = blockIdx.x % (kBand * across);
     const int height = min(kBand, down - first_band_row);
@@ -386,8 +396,8 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
         const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
-        // The small products come first, since what is added is truncated relative to the accumulator. The loads of the
-        // next operands are issued before the multiply_add that they overlap.
+        // A tensor core drops what lies below the accumulator's last bit. So the small products come first, before
+        // hi0 hi0 makes the accumulator larger. Loads are issued before the multiply_add that they overlap.
         for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
             load_a(0, stage, 0);
@@ -420,7 +430,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     epilogue(tile_row + warp_row + lane / 4, tile_column + warp_column + lane % 4 * 2, sum);
 #endif
 }
-// Stores what a thread has of C (m, n).
+// Stores a thread's sums to C (m, n), leaving out what lies outside C.
 __device__ __forceinline__ void store_values(float* to, int row, int column, int m, int n, const float (&v)[4][16]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -435,12 +445,12 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue. All lanes of a warp must call to_h: they compute
-// doubtful sums together.
+// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and computes doubtful sums again. All lanes of a
+// warp must call to_h, as they do that together.
 struct Linear {
     const float *x, *weight, *bias;  // the linear layer's
     int m, n, k;
-    float *unscale, *doubt;  // of x's rows, then of W's
+    float *unscale, *doubt;  // of x's m rows, then of W's n rows
     // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
     // that of W's.
     __device__ __forceinline__ void to_h(int row, int column, float (&v)[4][16]) const {
@@ -486,7 +496,7 @@ struct Linear {
     }
 };
 
-// ---- Launching the product. A launcher that the C++ code calls returns the cudaError_t of its launches. ----
+// ---- Launching the product. A launch_... that the C++ code calls returns the cudaError_t of its launches. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -499,18 +509,18 @@ template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Opera
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // The interval is kScaleLines at most, as the scale may change after these.
+    // See Restarts. The interval divides kScaleLines, as the scale may change after these.
     const int lines = int(pitch_of(k, 2) / kLine), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
     kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, unscale, int(unscale_pitch), int(n), lines, interval, epilogue);
 }
-// Splits x (m, k) and W, `rows` rows in all. To `scales` it writes the inverses of their scales, then their doubts.
+// Splits x (m, k) and W, `rows` rows in all. `scales` gets each row's `unscale`, then each row's `doubt`.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
     __half* pieces, float* scales, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that hold a row in registers, or 256
     while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
     split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
 }
-// Computes h = x W^T + b and calls the epilogue with it. Writes scales and doubts to where epilogue.linear points.
+// Splits x and W, multiplies them, and hands the sums to the epilogue, which calls linear.to_h.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const Linear& linear = epilogue.linear;
     const int64_t pitch = pitch_of(linear.k, 2);
@@ -522,26 +532,27 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
-// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. The products sum over the rows of
-// B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these
-// scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values
-// is scaled up like any other, and the inverse of its scale makes G's column (or row) small instead.
+// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. A sum has one term of each row of
+// B, so those rows' scales cannot be taken out of it. Instead G is multiplied by their `unscale` before it is split:
+// for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values is
+// scaled up like any other, and its `unscale` makes G's column (or row) small instead.
 //
-// Each 128 of K of a row of A have a scale of their own, which is possible because accumulators begin again after them.
-// So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of these sums,
-// and none is computed again: a coarse value is off by at most 2^-39 of the largest that shares its scale.
+// Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
+// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of
+// these sums, and none is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is 2^-39 of
+// the largest value that shares its scale.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
 //     B, split         W (n, k)                      x (m, k)
 //     unscale_a        [n / 128, rounded up][m]      [m / 128, rounded up][n]
-constexpr int kSide = 128;  // rows and columns of G that a block owns
+constexpr int kSide = 128;  // rows, and columns, of G that a block splits
 static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
-constexpr int kPitch = kSide + 1;  // floats per row in shared memory: odd, so that a column has no bank conflicts
+constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: odd, so a column has no bank conflicts
 constexpr int kSplitThreads = 256;
-// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time own a row of A,
-// and each lane has two neighbours of every 32 values. They multiply the row by `unscale_b`, the inverses of the scales
-// of the K rows of B, and store its pieces and, to `unscale_a`, the inverse of its own scale.
+// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time take a row of A,
+// 128 values of it, and each lane two neighbours of every 32. They multiply the values by the `unscale_b` of B's rows,
+// find the largest, and store the pieces to four lines of `pieces`, and the `unscale` of the 128 to `unscale_a`.
 __global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __restrict__ g, int m, int n,
     bool of_weight, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
     extern __shared__ float values[];
@@ -552,7 +563,7 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __r
         values[i / kSide * kPitch + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
     }
     __syncthreads();
-    // In shared memory, from one row of A to the next, and along a row, from one of K to the next.
+    // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
     const int next_row = of_weight ? 1 : kPitch, next_k = of_weight ? kPitch : 1;
     const int rows = of_weight ? n : m, terms = of_weight ? m : n, lane = threadIdx.x % 16;
     const int first = of_weight ? first_column : first_row, first_k = of_weight ? first_row : first_column;
@@ -578,15 +589,15 @@ __global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __r
         if (lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
-struct StoreProduct {  // the epilogue that stores C as it is
+struct StoreProduct {  // the epilogue of the gradients: stores C as it is
     float* out;
     int m, n;
     __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
         store_values(out, row, column, m, n, v);
     }
 };
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The rest is scratch memory for
-// the pieces and scales of A and B.
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). `out` gets it. pieces_a,
+// unscale_a, pieces_b and scales_b are scratch memory.
 extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
     float* unscale_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
@@ -605,15 +616,15 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 // ---- The groups of linear_swish_group_norm ----
 
 // The activation and its derivative. To use another, change both, finish_group_cpu in C++, and in Python
-// _finish_plainly and the lines for torch.jit.script in ModelNew.forward. The error of v must be small relative to v: a
-// group of small v is divided by its small spread. Where |h| is large the slope must be its limit: beware of formulas
-// in which 0 is multiplied by infinity, or by a large h.
+// _finish_plainly and the lines for torch.jit.script in ModelNew.forward. The activation's error must be small relative
+// to its value, since a group of small values is divided by its small spread. Where |h| is large the slope must be its
+// limit: in a formula that multiplies by h, or by an infinity, a factor that is to be 0 may leave a large error or NaN.
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
-// Below -87.34 sigmoid is flushed to 0.
+// Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
 __device__ __forceinline__ float sigmoid(float h) {
     float e, s;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));  // 2^(-h log2 e) = e^-h
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
     return s;
 }
@@ -624,11 +635,12 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     const float r = rsqrtf(v);
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// `lanes` neighbouring lanes hold one group of a row, COUNT values v = activation(h) + bias each. Subtracts the group's
-// mean from v. The normalised values are then v * rstd + shift, where shift makes up for the rounding of the mean.
+// `lanes` neighbouring lanes hold one group of a row, each COUNT of its values v = activation(h) + bias. Subtracts the
+// group's mean, rounded to float32, from v. The normalised values are then v * rstd + shift, where `shift` makes up for
+// that rounding.
 template <int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
-    const float share = 1.0f / (lanes * COUNT);  // a factor of each term of the mean: their plain sum could overflow
+    const float share = 1.0f / (lanes * COUNT);  // multiplies each term of the mean: the plain sum could overflow
     float mean = 0, rest = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
@@ -641,11 +653,11 @@ template <int COUNT> __device__ __forceinline__ void center_group(
     }
     squares = reduce(squares, lanes, Sum()) * share;
     rest = reduce(rest, lanes, Sum()) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;  // an infinite rest would make rstd NaN, and it is to be 0
+    if (isinf(squares)) rest = 0;  // rstd is to be 0: an infinite rest would make it NaN, by inf - inf
     rstd = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * rstd;
 }
-// Turns h of one row's group into the network's output. bias, gamma and beta are those of the values' columns.
+// Turns a thread's COUNT values h of a group into the output. bias, gamma and beta are those of the values' columns.
 template <int COUNT> __device__ __forceinline__ void finish_group(float (&v)[COUNT], const float (&bias)[COUNT],
     const float (&gamma)[COUNT], const float (&beta)[COUNT], int lanes, float eps) {
     float rstd, shift;
@@ -655,7 +667,7 @@ template <int COUNT> __device__ __forceinline__ void finish_group(float (&v)[COU
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], rstd, shift), gamma[i], beta[i]);
 }
-// The epilogue of the product. With `out` it is used only for groups of 64: four neighbouring lanes hold one.
+// The epilogue of the product. It writes `out` only if groups have 64 features: four neighbouring lanes hold one.
 struct StoreSwishGroupNorm {
     Linear linear;
     const float *bias, *gamma, *beta;
@@ -679,9 +691,9 @@ struct StoreSwishGroupNorm {
         store_values(out, row, column, m, n, v);
     }
 };
-// Calls the epilogue for a product that is in memory, as multiply does for its own: a thread has the same 4 x 16 values
-// of it. The product is cuBLAS's, of hi and hi' and thus still scaled. The epilogue may store h in its place. (Four
-// blocks an SM instead of three would spill.)
+// Reads cuBLAS's product of hi and hi', which is still scaled, multiplies it by x's `unscale`, and calls the epilogue
+// as multiply does: a thread has the same 4 x 16 values. The epilogue may store h where the product was. (With four
+// blocks an SM instead of three, registers would spill.)
 __global__ void __launch_bounds__(kThreads, 3)
     apply_epilogue(const float* product, const __grid_constant__ StoreSwishGroupNorm epilogue) {
     const int m = epilogue.linear.m, n = epilogue.linear.n, across = int(divide_up(n, kTileColumns));
@@ -704,10 +716,10 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
     epilogue(row, column, v);
 }
-// Where no epilogue does it, this kernel turns h into the output, for groups of 8, 16, 32, 64 or 128. `lanes`
-// neighbouring lanes hold a group. A thread has one pack, 16 bytes of columns, in each of kPackRows rows, so it loads
-// their bias, gamma and beta once.
-constexpr int kPackRows = 4;  // loads of h that a thread has in flight
+// Turns h into the output where no epilogue does it, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring lanes
+// hold a group. A thread has one pack, 16 bytes of columns, in each of kPackRows rows, so it loads their bias, gamma
+// and beta once.
+constexpr int kPackRows = 4;  // rows of a thread, which has as many loads of h in flight
 template <typename T> __global__ void __launch_bounds__(256)
     finish_groups(const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma,
         const T* __restrict__ beta, T* __restrict__ out, int64_t rows, unsigned packs, float eps, int lanes) {
@@ -736,15 +748,15 @@ template <typename T> __global__ void __launch_bounds__(256)
     }
 }
 
-// The gradients. `grad` is out's, z = (v - mean) * rstd, and d = grad * gamma. In each group the gradients of v and h
-// are
+// The gradients. `grad` is the output's, z = (v - mean) * rstd, and d = grad * gamma is z's. In each group those of v
+// and h are
 //
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * activation_slope(h)
 //
 // The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad z and grad.
 
-// Four columns of a row, in each of the `lanes` lanes of a group: computes G into g, and adds the row's terms to the
-// four sums: sums[0] of G, sums[1] of G_v, sums[2] of grad z, sums[3] of grad.
+// Each of a group's `lanes` lanes calls this with its four columns of a row. It computes G into g, and adds the row's
+// terms to four sums: sums[0] of G, sums[1] of G_v, sums[2] of grad z, sums[3] of grad.
 template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T, 4>& h, const Pack<T, 4>& grad,
     const Pack<T, 4>& bias, const Pack<T, 4>& gamma, int lanes, float eps, float (&g)[4], float (&sums)[4][4]) {
     const float share = 1.0f / (4 * lanes);
@@ -774,7 +786,7 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
 }
 // A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns. The block writes G to g,
 // and the four sums over its rows to partials[blockIdx.x][4][n].
-constexpr int kRowsOfSums = 128;  // so there is one partial sum, of the four, for 32 values of G
+constexpr int kRowsOfSums = 128;  // a block's rows: of a column there are 4 partial sums for 128 values of G
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
     int rows, int n, int lanes, float eps, T* __restrict__ g) {
@@ -783,7 +795,7 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
     const int64_t first_row = int64_t(blockIdx.x) * kRowsOfSums;
     const int first_column = blockIdx.y * 128, column = first_column + lane * 4;
     const bool inside = column < n;
-    // Zeros outside the n columns, where lanes go on as well, so that all 32 can shuffle.
+    // Outside the n columns a lane has zeros, and goes on, since all 32 must take part in shuffles.
     const auto four_at = [&](const T* from, int64_t row) {
         return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
     };
@@ -808,8 +820,8 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
         if (at < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + at] = total;
     }
 }
-// Adds up the partial sums of group_gradients' blocks, in double. A block owns 32 of their 4 n columns, and a warp adds
-// those of every eighth block of group_gradients.
+// Adds up the partial sums of group_gradients' blocks, in double. `partials` is (count, 4 n). A block owns 32 of the
+// 4 n columns, and a warp adds every eighth row of them.
 template <typename T> __global__ void __launch_bounds__(256)
     add_partials(const float* __restrict__ partials, int count, int n, T* __restrict__ sums) {
     __shared__ double of_warp[8][32];
@@ -826,14 +838,15 @@ template <typename T> __global__ void __launch_bounds__(256)
 
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
 
-// Where TF32 is allowed: writes the hi of x's m rows, then of W's n rows, for cuBLAS to multiply.
+// Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, for cuBLAS to multiply, and to `scales` each
+// row's `unscale`, then each row's `doubt`.
 extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales, int64_t m, int64_t n,
     int64_t k, cudaStream_t stream) {
     launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), scales, stream);
     return cudaGetLastError();
 }
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
-// cuBLAS's from what launch_split_hi wrote, and may be where h is to be; or it is null, and computed here.
+// cuBLAS's, of the pieces of launch_split_hi, and h may be in the same place. If it is null, this computes the product.
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces, float* scales,
     int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
@@ -851,8 +864,8 @@ extern "C" int launch_finish(int dtype, const void* h, const void* bias, const v
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
         constexpr int V = 16 / sizeof(T);
-        // A block takes 16 KiB of h. With 2^24 blocks h would have 256 GiB, so there are fewer (which is not checked),
-        // and the kernel's index, below 256 times their number, fits 32 bits.
+        // A block takes 16 KiB of h. With 2^24 blocks h and out would have 512 GiB, more than a GPU has. So there are
+        // fewer (which is not checked), and the kernel's index, below 256 times their number, fits 32 bits.
         const unsigned blocks = unsigned(divide_up(divide_up(m, kPackRows) * n / V, 256));
         finish_groups<<<blocks, 256, 0, stream>>>(
             as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V));
@@ -906,7 +919,7 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-// For the pieces of rows of k values, in whole lines: as pitch_of in the kernels.
+// Memory for the pieces of rows of k values, in whole lines, as pitch_of in the kernels has them.
 at::Tensor empty_pieces(int64_t rows, int64_t k, int pieces, const at::Tensor& like) {
     return at::empty({rows, (k * pieces + 63) / 64 * 64}, like.options().dtype(at::kHalf));
 }
@@ -916,7 +929,7 @@ void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGe
 int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
     return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
 }
-// Checks that the product's kernels can take these sizes. Python decides whether they pay (_is_large).
+// Checks that the product's kernels can take these sizes. Python decides whether they are worth it (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0, "float32 matrices");
 }
@@ -966,7 +979,7 @@ void finish_group_cpu(
     const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width, double eps) {
     using Vec = at::vec::Vectorized<float>;
     double sum = 0, squares = 0;
-    // activation(h) + bias
+    // v = activation(h) + bias
     at::vec::map2([](Vec h, Vec bias) { return h / (Vec(1) + h.neg().exp()) + bias; }, out, h, bias, width);
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < width; ++i) sum += out[i];
@@ -988,7 +1001,7 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Ten
     const at::Tensor out = at::empty_like(h32);
     const int64_t width = h.size(1) / groups;
     // A thread takes some 8192 features or more, so that a small h stays with one thread. That is a quarter of ATen's
-    // grain, as a feature takes more work.
+    // usual 32768, as a feature takes more work.
     at::parallel_for(0, h.size(0) * groups, 8192 / (width + 1) + 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t first = i * width, feature = i % groups * width;
@@ -1240,9 +1253,9 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
-    """Whether the kernels' product of (m, k) by (n, k) pays. 2^20 sums are 128 tiles, about one for each SM. For 2^30
-    multiplications SGEMM takes some 40 us on an H100, several times what our launches take. With few rows, columns or
-    terms the split takes longer than the product saves. Sizes below 2^24 fit the kernels' integers."""
+    """Whether a product (m, k) by (k, n) is so large that the split saves time. m n = 2^20 sums are 128 tiles, about
+    one for each SM. For 2^30 multiplications SGEMM takes some 40 us on an H100, several times what our launches take.
+    If m, n or k is small, the split takes longer than the product saves. Sizes below 2^24 fit the kernels' integers."""
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
         from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
@@ -1252,8 +1265,8 @@ def _is_large(m: int, n: int, k: int) -> bool:
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the layer is a large float32 product on a GPU. Cheap tests come first, so that small layers are launched
-    soon."""
+    """Whether the layer is a large float32 product on a GPU. The cheap tests come first, so that a small layer is
+    launched soon."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
         return False
     if not _is_plain(linear, nn.Linear) or linear.weight.dim() != 2:
@@ -1265,7 +1278,7 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: 
     """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and by_pieces and not torch.is_grad_enabled():  # if enabled, they are to be differentiated in turn
+    if large and by_pieces and not torch.is_grad_enabled():  # if enabled, the result will be differentiated
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 
@@ -1273,8 +1286,8 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: 
 def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether
     the epilogue takes groups of this size, and cuBLAS's fp16 product saves more time than the split takes. The
-    product saves time on m n k multiplications, and the split costs time on (m + n) k values. By an H200's rates 700
-    multiplications save what one value costs. For the sake of other GPUs, 2048 are asked for."""
+    product saves time on m n k multiplications, and the split takes time for (m + n) k values. On an H200 the product
+    saves on 700 multiplications what the split takes for a value. 2048 are asked for, a margin for other GPUs."""
     if not _allows_tf32():
         return x.device.index in _BY_PIECES
     m, n = x.shape[0], weight.shape[0]
@@ -1321,7 +1334,7 @@ def _finish(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor) -> torch.Tenso
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network, on a GPU. Second derivatives are ATen's."""
+    """The whole network, on a GPU. For second derivatives PyTorch differentiates the Model's lines."""
 
     @staticmethod
     def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, fused, tf32):
@@ -1338,7 +1351,7 @@ class LinearSwishGroupNorm(torch.autograd.Function):
     def backward(ctx, grad):
         *tensors, h = ctx.saved_tensors
         needs, groups, eps = ctx.needs_input_grad[:6], ctx.groups, ctx.eps
-        if torch.is_grad_enabled():  # they are to be differentiated in turn
+        if torch.is_grad_enabled():  # the gradients will be differentiated
             # Views, so that each counts as independent even if one was computed from another.
             tensors = [t.view_as(t) for t in tensors]
             out = _finish_functionally(nn.functional.linear(*tensors[:3]), *tensors[3:], groups, eps)

@@ -9,11 +9,11 @@ This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNe
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, also under autocast, with at
-most 8 input and 32 output channels (`are_valid`, in C++) and an eps of at least 1e-6 (`_is_usual`, in Python). The
-image's width is even and at most 352, its height is at most 2 + twice the number of multiprocessors, and the output has
-a multiple of 4 pixels. With gradients the width is at most 256, and the output has at least 8 (9 in_channels + 4)
-pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where
-C++ decides, the same operators called from there.
+most 8 input and 32 output channels (`are_valid`, in C++), stride 1, no padding, and an eps of at least 1e-6
+(`_is_usual`, in Python). The image's width is even and at most 352, its height is at most 2 + twice the number of
+multiprocessors, and the output has a multiple of 4 pixels. With gradients the width is at most 256, and the output has
+at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It
+is the Model's own layers or, where C++ decides, the same operators called from there.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two large kernels and
@@ -101,17 +101,17 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale. To use another, change this part, `plain` in C++, and `_activate` in
-// Python. There are two formulas: `Held::u`, from which the forward gets v, and `activation_and_slope`, the backward's
-// v and dv/dz. Both take t = kFactor * z, and have a form for float32 and one for 16-bit types. The kernels rely on:
+// Python. There are two formulas. The forward computes `Held::u`, from which v follows. The backward gets v and dv/dz
+// from `activation_and_slope`. Both take t = kFactor * z, and differ for float32 and 16-bit types. The kernels rely on:
 //   - In the forward v is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
 //     v, and computes the values again. If v lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
 //     and __saturatef drop a NaN, so the forward's formula may not use them. A hard sigmoid or ReLU6 is cut off by
-//     v < kLowest ? kLowest : v, which keeps it. (The gradient's formula may use fminf.)
+//     v < kLowest ? kLowest : v, which keeps a NaN. (The backward's formula may use fminf.)
 //   - v lies in [kLowest, kHighest]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range
 //     that is too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too
-//     wide only costs digits of the sums.
-//   - v and dv/dz are finite at t = 0, with which `make_dh` computes for channels that do not exist.
-//   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and dh is scaled by that.
+//     wide only costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
+//   - v and dv/dz are finite at t = 0: `make_dh` computes both there for channels that do not exist.
+//   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and finish_groups scales dh by that.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
@@ -128,8 +128,9 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
 // The forward holds u in place of v. For float32 u is v itself. For 16-bit types u is tanh(z / 2), and v = 1/2 + u / 2.
 // The tanh is one instruction of the special-function unit, where v takes two, and `gather` puts the two halves into
 // the norm's factors. With tanh.approx v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX
-// guarantees 2^-12). Eager may lose more by rounding v: to bfloat16 where v is 2^-11 or more (z from -7.6 on), to
-// float16 where it is 2^-6 or more. A smaller v may be less exact than eager's; below 2^-11 by up to 2^-19.7.
+// guarantees 2^-12). Eager rounds v, which may lose more: half a step is 2^-19 or more in bfloat16 where v >= 2^-11
+// (z >= -7.6), 2^-17 or more in float16 where v >= 2^-6. A smaller v may be less exact than eager's; below 2^-11 it is
+// off by up to 2^-19.7.
 template <typename T> struct Held {
     static constexpr bool kTanh = sizeof(T) == 2;
     static constexpr float kFactor = kTanh ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
@@ -160,11 +161,12 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward. A team of blocks computes a sample, each block a band of the output's rows. The teams take the samples
 // in turn. A block reads the x of its band once, computes v, and keeps v in shared memory until the sums of all the
-// sample's bands are known. Then it writes its band of the output. It has places for v of three samples or, of wider
-// images, of two: while one is written, the next is computed. A task is 64 columns of an output row or, in 16 bits, of
-// two rows, with all channels. wgmma's operands have 16 bits here, so a float32 value is split in two: hi is the value
-// rounded to fp16, and lo is the rest, rounded too. The roles of a block's warps (x_full and others are mbarriers, and
-// the warpgroups of `convolve` take turns to issue wgmma):
+// sample's bands are known. Then it writes its band of the output. A place is shared memory for v of one sample's band.
+// A block has three places, or two if the image is wide: while it writes one sample, it computes the next. A task is
+// what a warpgroup computes at a time: 64 columns of an output row or, in 16 bits, of two rows, with all channels.
+// wgmma's operands have 16 bits here, so a float32 value is split in two: hi is the value rounded to fp16, and lo is
+// value - hi, rounded to fp16 too. What both leave, value - (hi + lo), is called the value's rest. A block's warps have
+// the following roles. Names in _empty and _full are mbarriers, and "its turn" is a warpgroup's turn to issue wgmma.
 //
 //   who, and what it does                                   waits for                          signals
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
@@ -178,22 +180,24 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //                                            1 warp         (L2)   1 warp
 //
 // The backward launches the same kernel with NORMALIZE false. Then h + bias is in the places of v, and
-// write_and_measure writes it, rounded to x's type, as eager's is.
+// write_and_measure, which replaces the last three roles, writes it, rounded to x's type, as eager's is.
 //
-// `convolve` uses wgmma m64n64k16: A has 64 rows, B has 64 pixels, and K = 16 is two taps of 8 input channels. A tap is
-// one of the 3 x 3 weights. Fragment s of A (load_weights calls it a step):
+// `convolve` uses wgmma m64n64k16: A has 64 rows, B has 64 columns, a pixel each, and K = 16 is two taps of 8 input
+// channels. A tap is one of the 3 x 3 weights: tap 3 ky + kx is that of row ky and column kx. A task takes several
+// wgmmas. This is fragment s of A, which load_weights calls step s:
 //
 //     A, the weights, in registers        K  0 1 2 3 4 5 6 7        8 9 10 11 12 13 14 15
 //                                            tap 2 s, 8 channels    tap 2 s + 1, 8 channels
 //     rows 16 w + 0 to 7, of warp w          hi of output channels 8 w to 8 w + 7, in the order of channel_of_row
 //     rows 16 w + 8 to 15                    lo of the same channels
 //
-// B is x, in shared memory: a plane of hi and a plane of lo, with 16 bytes a pixel, its 8 channels. A tap shifts B's
-// start address. A thread gets an output's sum with the weights' hi and its sum with their lo, and adds the two. All
-// four products of hi and lo are computed, so the sums are about as accurate as float32's. They lack what hi and lo
-// leave of a value, its rest of up to 2^-23 of it. That counts where few terms, of very different sizes, are added:
-// with one and two input channels errors were 2.4 and 2.2 times eager's. So with n <= 4 input channels the unused ones
-// of the 8 add products of rests, as far as they go (n = 4 leaves none for the last product):
+// B is x, in shared memory: a plane of hi and a plane of lo, with 16 bytes a pixel, its 8 channels. For another tap B
+// starts at another pixel. A thread gets an output's sum with the weights' hi and its sum with their lo, and adds the
+// two. All four products of hi and lo are computed, so the sums are about as accurate as float32's. They lack only the
+// rests. As fp16 has 11 bits, hi leaves at most 2^(e - 11) of a value in [2^e, 2^(e + 1)), and hi + lo 2^(e - 23). That
+// counts where few terms, of very different sizes, are added: with one and two input channels errors were 2.4 and 2.2
+// times eager's. So with n <= 4 input channels the 8 - n unused ones add products of rests, as far as they go (for the
+// last product n = 3 leaves two channels, and n = 4 none):
 //
 //     channels        0 to n - 1     n to 2 n - 1      2 n to 3 n - 1     others, up to 7
 //     product         w * x          w * rest_of(x)    rest_of(w) * x     0
@@ -205,22 +209,22 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //     rows 16 w + 8 to 15                    weights of its lower row: the same taps, in rows 1 to 3 of x
 //
 // So K runs over 4 x 3 taps: six wgmmas for two rows of 64 pixels, where each row alone would take five. There is no lo
-// of x, and its plane is a second stage of x: it holds another sample's. (With both, the benchmark's forward in
-// bfloat16 took 0.92 of the time. Factors and percentages of time in comments were measured on an H100 or H200.)
+// of x, and its plane is a second stage of x: it holds another sample's. (With two rows a task and two stages the
+// benchmark's forward in bfloat16 took 0.92 of the time. Such factors and percentages are from an H100 or H200.)
 //
 // `bring` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
 // overflows fp16, sums become NaN, and the warp computes its values again in float32 (convolve_again).
 //
-// Where TF32 is allowed, float32 is computed in the same way: with few channels eager's convolution is as accurate
-// there as without TF32.
+// Where the user allows TF32, float32 is computed in the same way. With so few channels eager's convolution is then as
+// accurate as without TF32, so a single product of TF32 or fp16 would fall behind it.
 
 constexpr int kTaskPixels = 64;  // of one row: the n of a task's wgmma
 constexpr int kProducers = 2;  // warpgroups of `bring`
 constexpr int kMostConsumers = 4;  // warpgroups of `convolve`
 constexpr int kThreads = 1024;  // of a block: 8 warpgroups
 constexpr int kMostIn = 8, kMostOut = 32;  // channels
-// 8-byte words from one group's totals to the next. These 256 bytes give each group lines of its own, because L2
-// executes atomics to one line one after the other.
+// 8-byte words from one group's totals to the next. These 256 bytes give each group cache lines of its own, because L2
+// executes atomics to one cache line one after the other.
 constexpr int kTotalsStride = 32;
 constexpr int kMostPlaces = 3;  // samples whose v a block can hold at once: three, or two of wider images
 template <typename T> using Operand = std::conditional_t<sizeof(T) == 4, __half, T>;  // of wgmma
@@ -236,7 +240,7 @@ template <typename T, bool NORMALIZE> struct Shape {
     static constexpr int kProducts = kOneProduct ? 6 : 9;
     static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups; 3 in the forward took 1.006 of the time
     static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; in the forward `post` and `gather` are two more
-    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread, as are the next two. None spills
+    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread, as the next two; no spills
     static constexpr int kProducerRegisters = kOneProduct ? 40 : 56;
     static constexpr int kWriterRegisters = NORMALIZE ? 40 : kOneProduct ? 64 : 56;
     static constexpr int kOthers = kThreads / 128 - kConsumers - kProducers;  // warpgroups
@@ -255,7 +259,8 @@ struct Plan {
     int places;  // of v in shared memory, each for a sample
     int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of x's hi, or of a stage of x
 };
-// The benchmark's sizes. As compile-time constants they save 4% of the time.
+// The benchmark's sizes, in Plan's order, and what plan_forward makes of them with 127 to 253 multiprocessors. As
+// compile-time constants they save 4% of the time.
 __host__ __device__ constexpr Plan benchmark_plan() {
     return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 3, 508, 1024};
 }
@@ -265,7 +270,7 @@ struct ConvArguments : Plan {
     const void* x;  // of T
     void* out;  // of T: the output or, when the backward launches, h + bias
     const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
-    unsigned long long* totals;  // (samples, groups, kTotalsStride), two used: of `post`'s s and s^2
+    unsigned long long* totals;  // (samples, groups, kTotalsStride); the first two are used: of `post`'s s and s^2
     Statistics* statistics;  // (samples, groups), behind the totals
     // The next four are the backward's. (samples) each: the bits of the largest |x|, and 1 if convolve_again ran.
     uint32_t *largest, *remade;
@@ -276,17 +281,17 @@ struct ConvArguments : Plan {
 };
 
 struct Norm { float middle, factor, offset; };  // output = (u - middle) * factor + offset. In float32 middle is 0
-struct Deviations { float anchor, sum, square; };  // anchor is a value near all v; sums of v - anchor and its square
+struct Deviations { float anchor, sum, square; };  // sums of v - anchor and of its square: see anchor_of
 struct Moments { float mean, square; };  // of a warpgroup's v of a channel: the mean, and the sum of (v - mean)^2
 struct Scales { float weight[kMostOut], input; };  // powers of two: factors of a channel's weights, and of x
 
-struct alignas(128) ConvShared {  // static shared memory. x, and after it the places of v, are in the dynamic one
+struct alignas(128) ConvShared {  // in static shared memory. Dynamic shared memory has x and, after it, v's places
     Moments moments[kMostPlaces][kMostConsumers][kMostOut];
     Norm norm[kMostPlaces][kMostOut];
     int counts[kMostPlaces][kMostConsumers];  // how many values of a channel are in `moments`
     Scales scales;
-    // mbarriers, at which all threads of the roles that signal them arrive once a sample. v_empty also frees moments,
-    // counts and norm.
+    // mbarriers. All threads of the roles that signal one arrive at it once a sample, which completes a phase. v_empty
+    // also frees moments, counts and norm.
     uint64_t x_full[2], x_empty[2], v_full[kMostPlaces], norm_full[kMostPlaces], v_empty[kMostPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
@@ -296,8 +301,8 @@ static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of
 struct Band { int first_row, rows, lines, tasks; };
 
 // Where a role is in its loop over the team's samples: the sample, the stage of its x, the place of its v, and the
-// parities of the mbarriers. A role that waits for an `empty` barrier gives the other parity, so that its first wait
-// returns at once. A role that does not touch x needs no stage.
+// parities of the mbarriers. A role that waits for an `empty` barrier gives the other parity, at first 1. Of a new
+// mbarrier that phase counts as complete, so the wait returns at once. A role that does not touch x needs no stage.
 template <int STAGES = 1> struct SampleCursor {
     int sample = blockIdx.y, place = 0, stage = 0;
     uint32_t x_parity = 0, parity = 0;
@@ -313,16 +318,16 @@ template <int STAGES = 1> struct SampleCursor {
 // A total is one word, to which each band of a sample adds its sum by an atomic:
 //
 //     bits 63      56 55           48 47                                                  0
-//          | bands   | of them not   | the sum, as an integer: times to_fixed, at most     |
-//          | added   | finite        | 2^46 to 2^47 (see plan_forward)                     |
+//          | bands   | of them not   | the sum times to_fixed, as an integer. The largest  |
+//          | added   | finite        | that v's range allows is 2^46 to 2^47               |
 //
-// Integers give the same sum in any order of the blocks. And whoever reads the full number of bands has their full sum,
-// without a flag or a fence. Eight bits are enough for a count: a sample has no more bands than the GPU has
-// multiprocessors, of which a Hopper has at most 144.
+// Integers give the same sum in any order of the blocks. And whoever reads the full number of bands has their full sum
+// in the same word, without a flag or a fence. Eight bits are enough for a count: a sample has no more bands than the
+// GPU has multiprocessors, of which a Hopper has at most 144.
 //
 // What happens if v leaves the range from kLowest to kHighest: a negative sum counts as 0, and the mean is wrong. A sum
-// of over 2 to 4 times the largest carries into the count of non-finite bands, and the result is NaN. A sum that is
-// some 2^9 times too large carries into the count of bands, which then never is the full number: the kernel hangs.
+// of 2^48, 2 to 4 times the largest, carries into the count of non-finite bands, and the result is NaN. A sum of 2^56,
+// some 2^9 times the largest, carries into the count of bands, which then never is the full number: the kernel hangs.
 constexpr int kTermsBit = 56, kStrangeBit = 48;  // the lowest bits of the two counts: bands added, and not finite
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
     unsigned long long term = 1ull << kTermsBit;
@@ -338,8 +343,8 @@ __device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* fro
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
         const bool complete = int(two.x >> kTermsBit) == bands && int(two.y >> kTermsBit) == bands;
         if (complete) return two;
-        // In ns; a poll takes 600 or more. Polls delay the other blocks' atomics in L2: without this pause float32
-        // takes 1.015 of the time, though bfloat16 0.99. With 100 ns both take 1.00.
+        // 20 ns. A poll takes 600 ns or more, and delays the other blocks' atomics in L2. Without this pause float32
+        // takes 1.015 of the time and bfloat16 0.99. With 100 ns both take 1.00.
         __nanosleep(20);
     }
 }
@@ -349,10 +354,13 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
     return all_finite ? double(sum) : NAN;
 }
 
-// The descriptor of B for a task's wgmma number k, in units of 16 bytes, so of pixels; no swizzle. The start address is
-// x_at plus the shift of the first of two taps. The leading byte offset is the distance from there to the second tap,
-// and the stride byte offset, 128, that to the next 8 pixels. Of float32's nine wgmmas 0 to 3 take x's lo, as small
-// terms come first, and 5 to 8 its hi. Number 4 takes the last tap, of hi and of lo.
+// The descriptor of B, K-major, for a task's wgmma number k. Its fields count units of 16 bytes, which are pixels:
+//     bits  0 to 13   start address: x_at, where the task's first pixel lies, plus the way to the first of the two taps
+//     bits 16 to 29   leading byte offset: from the first tap to the second
+//     bits 32 to 45   stride byte offset: from 8 pixels to the next 8
+//     bits 62, 63     0: no swizzle
+// 14 bits are enough for an address, as 227 KiB are 14528 pixels. Of float32's nine wgmmas 0 to 3 take x's lo, as
+// small terms come first, and 5 to 8 its hi. Number 4 takes the last tap, of hi and of lo.
 template <bool ONE_PRODUCT> __device__ __forceinline__ uint64_t pixel_descriptor(
     const ConvArguments& p, int k, uint32_t x_at) {
     const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
@@ -363,7 +371,8 @@ template <bool ONE_PRODUCT> __device__ __forceinline__ uint64_t pixel_descriptor
     return stride << 32 | (x_at + ((leading << 16) + to_plane + pixels_to(tap)));
 }
 
-// d = a * b + (keep ? d : 0), by a warpgroup: 64 rows, 64 columns, 16 of K. a is in registers, b a descriptor.
+// d = a * b + (keep ? d : 0), by a warpgroup: 64 rows, 64 columns, 16 of K. a is in registers, b a descriptor. The last
+// three constants of the instruction: a and b are not negated, and b is not transposed (K-major).
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define WGMMA(type)                                                                                             \
@@ -384,7 +393,7 @@ template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) 
     return v;
 }
 
-// N neighbouring values, which one instruction loads or stores. A store hints that they may leave L2 first.
+// N neighbouring values, which one instruction loads or stores. What __stcs stores is the first that L2 evicts.
 template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T value[N]; };
 template <typename V>
 using Words = std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, uint32_t>>;
@@ -427,7 +436,7 @@ __device__ __forceinline__ float rest_of(float v) {  // what hi and lo leave of 
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
-// Whether unused channels add products of rests: see above. With more channels it would cost 2% and gain little.
+// Whether unused channels add products of rests (n <= 4, above). With more channels it would cost 2% and gain little.
 __device__ __forceinline__ bool are_few(int in_channels) { return 2 * in_channels <= kMostIn; }
 // Splits a pixel's channels into fp16 hi and lo. Of a value that overflows fp16 these are infinities of opposite signs,
 // so the sums with it are NaN.
@@ -452,26 +461,27 @@ template <typename T> __device__ __forceinline__ float bias_at(const ConvArgumen
     return value_of<T>(p.conv_bias, o) + value_of<T>(p.bias, o);
 }
 
-// Exponents of the scales' bounds, which are powers of two. A result is divided by its scale or by the product of two
+// Scales are powers of two. These are the largest exponents. A result is divided by its scale or by the product of two
 // scales, so 1 over these must be a normal float, 2^-126 or more.
 constexpr int kMostScale = 126;  // of any scale
-constexpr int kMostInputScale = 14;  // of scales.input, whose least is -14. With 2^14, |x| from 4 on overflows fp16
+constexpr int kMostInputScale = 14;  // of scales.input; its least is -14. With 2^14, |x| from 4 on overflows fp16
 constexpr int kMostWeightScale = 110;  // of scales.weight: times scales.input it is at most 2^124
-constexpr int kFp16Exponent = 15;  // of what is scaled for fp16: below 2^15, where fp16 ends at 65504
+constexpr int kFp16Exponent = 15;  // of what is scaled for fp16, not of a scale: below 2^15, where fp16 ends at 65504
 
-// The power of two, at most 2^most, that brings `largest`, and what is smaller, below 2^15.
+// The largest power of two, up to 2^most, whose product with `largest` is below 2^15. Infinity counts as 2^127.
 __device__ __forceinline__ float scale_below_overflow(float largest, int most = kMostScale) {
     int exponent = 0;
     frexpf(fminf(largest, 0x1p127f), &exponent);  // of infinity frexpf gives no exponent
     return ldexpf(1.0f, min(most, kFp16Exponent - exponent));
 }
 
-// All threads call it, and it ends with __syncthreads(). Lane c of the first warp handles channel c.
+// Sets the scales: scales.weight[c] brings the finite weights of output channel c below 2^15, and scales.input is x's
+// factor. All threads call it, and it ends with __syncthreads(). Lane c of the first warp handles channel c.
 //
-// A channel's reach is the most that x can add to its z (or its h) while |x| <= 1. scales.input, the factor of x, is
-// 2^e for the largest reach, which is in [2^(e - 1), 2^e). fp16's finest step is 2^-24, so hi + lo may differ from
-// x * 2^e by 2^-25, which is an error of 2^-25 / 2^e in x. It changes z by at most the reach times that, so by 2^-25.
-// A reach below 2^-15 counts as 2^-15, and the change is smaller still.
+// A channel's reach is the most that x can add to its z (or its h) while |x| <= 1: its sum of |w|, times the Model's
+// |scale| (for h times 1). scales.input is 2^e for the largest reach, which is in [2^(e - 1), 2^e). fp16's finest step
+// is 2^-24, so hi + lo may differ from x * 2^e by 2^-25, which is an error of 2^-25 / 2^e in x. It changes z by at most
+// the reach times that, so by 2^-25. A reach below 2^-15 counts as 2^-15, and the change is smaller still.
 //
 // scales.input is NaN, so that all values are computed in float32, if a reach is above 2^14 or NaN, or a |scale| is
 // above 2^100. (A weight is multiplied by at most 2^110. What fp16 then loses of it, 2^-25 * 2^-110, times a |scale| of
@@ -516,7 +526,7 @@ __device__ __forceinline__ void store_pixels(
     split_pixel(values, to[0], to[plane]);
 }
 // In 16 bits that is two pixels, as they are. A pack has one channel of both pixels, a word of shared memory two
-// channels of one pixel.
+// channels of one pixel: 0x5410 puts the low halves of a and b together, 0x7632 the high ones.
 template <typename T>
 __device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kMostIn], float, int, int) {
     uint32_t first[4], second[4];
@@ -530,8 +540,8 @@ __device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kM
     to[0] = make_uint4(first[0], first[1], first[2], first[3]);
     to[1] = make_uint4(second[0], second[1], second[2], second[3]);
 }
-// The larger of `bits`, the largest |x| so far, and |x|: of a float, or of two 16-bit values side by side. They are
-// compared as bits, because those of NaN are the largest.
+// The larger of |x| and `bits`, the largest |x| so far. In 16 bits x is two values and `bits` two maxima, side by side,
+// of which bits_of_float makes one. They are compared as bits, because those of NaN are the largest.
 __device__ __forceinline__ uint32_t larger(uint32_t bits, const Pack<float, 1>& x) {
     return max(bits, __float_as_uint(fabsf(x.value[0])));
 }
@@ -562,7 +572,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
         return x + (int64_t(sample) * p.in_channels + channel) * image;
     };
     const float scale = shared.scales.input;
-    uint32_t are_last = 0;  // bit c: after load c, channel 0 is loaded again (for channels that do not exist)
+    uint32_t are_last = 0;  // bit c: load c + 1 is of channel 0 again, as unused channels repeat the others
     for (int c = p.in_channels; c < kMostIn; c += p.in_channels) are_last |= 1u << (c - 1);
     for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int later = cursor.sample + p.teams;
@@ -657,12 +667,12 @@ __device__ __forceinline__ void convolve_again(
 }
 
 // Which of a warp's eight channels a row of A has. In this order the float2 stores of half a warp to v have no bank
-// conflicts.
+// conflicts: it stores 8 floats of each of four channels, all even or all odd, whose planes of v are 8 modulo 16 apart.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
-// A thread's fragments of A: weights of output channel c, and of two input channels a register. Of a step's registers x
-// and y are of its first tap, z and w of its second. In float32 x and z are hi, y and w are lo. In 16 bits x and z are
-// of the task's upper output row, whose taps lie in rows 0 to 2 of x, and y and w of its lower, in rows 1 to 3.
+// A thread's fragments of A. A register has the weights of output channel c and two input channels. Of a step's four,
+// .x and .y are of its first tap, .z and .w of its second. In float32 .x and .z are hi, .y and .w lo. In 16 bits .x and
+// .z are of the task's upper output row, with taps in rows 0 to 2 of x; .y and .w are of its lower, with rows 1 to 3.
 template <typename T, int FRAGMENTS>
 __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[FRAGMENTS]) {
     const int in = threadIdx.x % 4 * 2;
@@ -710,15 +720,16 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
     }
     wgmma_commit();
     barrier_arrive(next_turn, 256);
-    wgmma_wait<0>();  // here, where all warps of the warpgroup run it together: `convolve` branches only later
+    wgmma_wait<0>();  // .aligned: by all threads of the warpgroup together. `convolve` branches only later
 #pragma unroll
     for (int i = 0; i < kTaskPixels / 2; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
     }
 }
 
-// Adds up the deviations that the four lanes of a channel have of a sample, and stores the channel's mean and its sum
-// of squared deviations to `moments`. The four lanes have `count` values together, of which this lane has `own_count`.
+// Moves the deviations that the four lanes of a channel have of a sample to the first lane's anchor, and adds them up.
+// Stores the channel's mean, and its sum of squared deviations from that, to `moments`. The four lanes have `count`
+// values together, of which this lane has `own_count`.
 __device__ __forceinline__ void store_moments(
     ConvShared& shared, int place, int warpgroup, int c, int count, int own_count, Deviations deviations) {
     const float anchor = __shfl_sync(~0u, deviations.anchor, threadIdx.x & 28);  // of the first lane, for all four
@@ -771,7 +782,7 @@ __device__ __forceinline__ void convolve(
     const float factor = NORMALIZE ? Held<T>::kFactor * value_of<T>(p.scale, own_channel) : 1.0f;
     const float offset = factor * bias_at<T>(p, own_channel);
     const auto activate = [](float t) { return NORMALIZE ? Held<T>::u(t) : t; };
-    const float slope = factor / (shared.scales.input * weight_scale);
+    const float slope = factor / (shared.scales.input * weight_scale);  // of wgmma's sum; with offset it gives t, or h
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // that exist, from the thread's first on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // warp-uniform, which saves 1% of the time
@@ -836,8 +847,8 @@ __device__ __forceinline__ void convolve(
             mbarrier_arrive(&shared.x_empty[cursor.stage]);
             mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
         }
-        // The sum of squares is not finite where x * scales.input overflows fp16 or scales.input is NaN. It may be so
-        // where x or a parameter is not finite.
+        // The sum of squares is not finite where x * scales.input overflows fp16 or scales.input is NaN. It can be so,
+        // too, where x or a parameter is not finite. In each case convolve_again gives what plain float32 gives.
         if (__any_sync(~0u, !(deviations.square < INFINITY))) {
             convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, v, deviations);
             if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
@@ -849,7 +860,7 @@ __device__ __forceinline__ void convolve(
 }
 
 // One warp, lane c for channel c: adds the band's sums of s and of s^2 to the groups' totals. s = (u - kLeast) / kRange
-// is in [0, 1]. When it has read `moments`, it arrives at norm_full, as `gather` does.
+// is in [0, 1]. When it has read `moments`, it arrives at norm_full: `write` waits for that, and then frees `moments`.
 template <typename T> __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     const int c = threadIdx.x % 32;
@@ -864,7 +875,7 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
             band_sums.x += count * mean;
             band_sums.y += count * mean * mean + moments.square;
         }
-        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `moments` is read; this arrival also lets `write` see v
+        mbarrier_arrive(&shared.norm_full[cursor.place]);  // it waited for v_full, so by this `write` also sees v
         double2 group_sums = band_sums;
         for (int i = 1; i < p.group_channels; ++i) {
             group_sums.x += __shfl_down_sync(~0u, band_sums.x, i);
@@ -879,8 +890,8 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
 }
 
 // One warp, a lane a channel: computes the channel's norm from its group's totals, when these have the sums of all
-// bands. If `centred`, output = (u - mean) * factor + beta. That is exact where v is constant, as eager is in 16 bits.
-// In float32 eager is not exact either, and the subtraction would cost 1% of the time.
+// bands. If `centred`, output = (u - mean) * factor + beta. Where v is constant that is beta exactly, as eager's output
+// is in 16 bits. In float32 eager is not exact either, and the subtraction would cost 1% of the time.
 template <typename T> __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     constexpr bool centred = sizeof(T) == 2;
@@ -903,7 +914,7 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
         shared.norm[cursor.place][c] = {middle, factor, offset};
         mbarrier_arrive(&shared.norm_full[cursor.place]);
         // For the backward rstd is computed in double and rounded once, because all gradients of a group share its
-        // error. No writer waits for this.
+        // error. `gather` has already arrived, so `write` does not wait for this.
         if (blockIdx.x == 0) p.statistics[group] = {rounded, float(mean - rounded), float(rsqrt(spread))};
     }
 }
@@ -1021,7 +1032,7 @@ __device__ __forceinline__ void write_and_measure(
                     }
                 }
             }
-            const double all_sum = sum_of_lanes(double(sum), 32);  // a float sum's five roundings lose too much
+            const double all_sum = sum_of_lanes(double(sum), 32);  // in float its five roundings lose too much
             const double all_product = sum_of_lanes(double(product), 32);
             const float4 all = {float(all_sum), float(all_product),
                 __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most_grad))),
@@ -1033,8 +1044,8 @@ __device__ __forceinline__ void write_and_measure(
     }
 }
 
-// By all threads of the grid: sets to zero what its blocks will add to, which are the totals or, in the backward's
-// launch, `largest` and `remade`.
+// By all threads of the grid: sets to zero what its blocks will add to or mark, which are the totals or, in the
+// backward's launch, `largest` and `remade`.
 template <bool NORMALIZE> __device__ __forceinline__ void set_zeros(const ConvArguments& p) {
     const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
     const int threads = gridDim.y * gridDim.x * kThreads;
@@ -1072,7 +1083,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         if (threadIdx.x < kMostOut) shared.scales.weight[threadIdx.x] = shared.scales.input = 1;
         __syncthreads();
     }
-    grid.barrier_wait(std::move(arrived));  // now all blocks have set their zeros, and a block's threads have met
+    grid.barrier_wait(std::move(arrived));  // all zeros are set; all threads see the block's mbarriers
     const int first_row = blockIdx.x * p.band_rows;
     const int left = p.rows - first_row;
     const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
@@ -1099,7 +1110,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // Launching it. CPP_SOURCE hands over `sizes` and `pointers`, which hold what these enums name. kSharedBytes is what a
 // block may have, and kType is x's type: 0 float, 1 half, 2 bfloat16. Pointers are to device memory. Those of x, out
 // and grad are 16-byte aligned. kGroupSums points to the totals and, behind them, the statistics; it is 256-byte
-// aligned. kOut is the forward's. kGradX is null where x's gradient is not wanted.
+// aligned. Only the forward uses kOut. kGradX is null where x's gradient is not wanted.
 enum Size { kSamples, kInChannels, kHeight, kWidth, kOutChannels, kGroups, kMultiprocessors, kSharedBytes, kType };
 enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kGroupSums, kWorkspace };
 enum BackwardPointer { kGrad = kWorkspace + 1, kGradX, kSums, kGradParameters };
@@ -1108,10 +1119,11 @@ enum BackwardPointer { kGrad = kWorkspace + 1, kGradX, kSums, kGradParameters };
 static int64_t set_bands(ConvArguments& p, int rows) {
     p.band_rows = std::min(rows, p.rows);
     p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
-    p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
+    p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // rounded up to 4 modulo 8: see channel_of_row
     p.x_plane = (p.band_rows + p.band_rows % 2 + 2) * p.width;  // an even number of rows: see kTaskRows
     const int64_t v_bytes = 4LL * p.places * p.plane * p.out_channels;
-    // A wgmma may read up to 62 pixels beyond x, where v is. No output uses them, but they must exist: hence the max.
+    // The wgmmas of a task read 64 + 2 columns, of which at least 4 exist. So they read up to 62 pixels beyond x, where
+    // v is. No output uses these, but they must be in shared memory: hence the max.
     return p.x_plane * 32LL + std::max<int64_t>(v_bytes, 2 * kTaskPixels * 16);
 }
 // Sets p's places: three, or two where three bands of two rows do not fit in shared memory (32 channels: beyond a width
@@ -1182,7 +1194,7 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
         is_benchmark(p) ? convolve_and_normalize<T, true, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    void* arguments[] = {&p};  // a cooperative launch runs all blocks at once, which wait for each other
+    void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
     return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
 }
 
@@ -1208,11 +1220,12 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //   make_dh, 8 warps:   h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// `multiply` uses mma.sync. Float32 operands are split as in the forward, and lo * lo is dropped. Tensor cores truncate
-// sums, so a few products at a time are summed from zero, and then added in float32. In 16 bits hi is all of x and of
-// the weights (but for what is below fp16's steps), and dh's hi is at least as exact as eager's dh. So there is one
-// product, not three, and the tensor cores add up all terms, because what they truncate is small beside 16 bits. x is
-// multiplied by a power of two for each sample, and dh by one for each of its channels, so that fp16 does not overflow.
+// `multiply` uses mma.sync. Float32 operands are split as in the forward, and lo * lo, at most 2^-22 of a product, is
+// dropped. Tensor cores truncate each sum, where a float addition rounds it. So in float32 they sum a few products at a
+// time, from zero, and a float addition adds that to the total. In 16 bits hi is all of x and of the weights (but for
+// what is below fp16's steps), and dh's hi is at least as exact as eager's dh. So there is one product, not three, and
+// the tensor cores add up all terms, because what they truncate is small beside a rounding to 16 bits. x is multiplied
+// by a power of two for each sample, and dh by one for each of its channels, so that fp16 does not overflow.
 //
 // A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
 // cells, and column c is cell c / 4 of sub-row c % 4:
@@ -1233,16 +1246,16 @@ template <typename T> constexpr bool kHasLow = sizeof(T) == 4;  // whether opera
 constexpr int kMostColumns = 32 * kWarps;  // of x; the output has two fewer
 constexpr int kRowsThreads = 64 * kWarps;  // of a block of differentiate_rows: two roles
 constexpr int kMultiplierRegisters = 168, kMakerRegisters = 88;  // of a thread; together all 65536 of 2 * 256 threads
-constexpr int kSub = 8 * kWarps + 2;  // cells of a sub-row
+constexpr int kSub = 8 * kWarps + 2;  // cells of a sub-row: 64, one for shifted matrices, one against bank conflicts
 constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;  // rows of x in shared memory: three that `multiply` reads, and the next
 // Tensor cores truncate: without these two factors the gradient of the weights was too small by 2^-24 of itself on
-// average, and that of x by 2.4 * 2^-24. The first is dh's, and so raises both gradients.
+// average, and that of x by 2.4 * 2^-24. The first is dh's, and so raises both gradients; the second adds the 1.4.
 constexpr double kDhFactor = 1 + 0x1p-24;
-constexpr float kWeightExcess = 0x1.6p-24f;  // of the weights that dh is multiplied by: their factor less 1
+constexpr float kWeightExcess = 0x1.6p-24f;  // 1.375 * 2^-24: prepare_tile raises a weight by this much of itself
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-// Of a channel of a sample. With v and dv/dz of t = h * factor and
+// What finish_groups finds for a channel of a sample. With v and dv/dz of t = h * factor and
 //     q = (gamma * grad - grad_mean - (v - mean) * grad_per_v) * dv/dz
 // dh is q * rstd * scale. grad_mean is the group's mean of gamma * grad, and grad_per_v is rstd^2 times the group's
 // mean of gamma * grad * (v - mean). `mean` is rounded to float, and grad_mean makes up for what that loses. Shared
@@ -1359,7 +1372,8 @@ __global__ void __launch_bounds__(32 * kMostOut)
 }
 
 // By all threads of differentiate_rows: fills shared memory with zeros, then stores the channels, the scales, and the
-// weights. A weight is multiplied by grad_x_scale and divided by dh_scale of its output channel.
+// weights. A weight is multiplied by grad_x_scale and divided by dh_scale of its output channel. So its product with
+// dh * dh_scale has the factor grad_x_scale, the same for all channels, and can be added up over them.
 template <typename T>
 __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const RowBand& band) {
     constexpr int kWords = (sizeof(GradientTile) + kWarps * sizeof(Fetched<T>)) / sizeof(uint4);
@@ -1375,8 +1389,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
         tile.channels[o] = p.channels[int64_t(band.sample) * p.out_channels + o];
     }
     __syncthreads();
-    // x's gradient comes out times this scale: the largest with which no weight, divided by its dh_scale, overflows
-    // fp16.
+    // The largest power of two with which no weight, so multiplied and divided, overflows fp16.
     float grad_x_scale = 0x1p126f;
     for (int o = 0; o < p.out_channels; ++o) {
         grad_x_scale = fminf(grad_x_scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
@@ -1405,8 +1418,9 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     __syncthreads();
 }
 
-// By a warp of make_dh, whose first channel is `first`: writes its row of the vectors' gradients, (bias, scale, gamma,
-// beta) by output channel, 0 for other warps' channels. `sums` are this lane's, of q and of q * h, by channel.
+// By a warp of make_dh, whose channels are `first` to first + 3: writes a row of partial sums of the gradients of bias,
+// scale, gamma and beta, in this order, out_channels values each. Those of other warps' channels are 0. `sums` are this
+// lane's, of q and of q * h, by channel: bias has the gradient sum(q) * rstd * scale, and scale sum(q * h) * rstd.
 template <typename T>
 __device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T>& p, const GradientTile& tile,
     const RowBand& band, int first, const float (&sums)[2][4]) {
@@ -1768,7 +1782,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     if (error != 0) return error;
     finish_groups<T><<<unsigned(p.samples) * p.groups, 32 * p.group_channels, 0, stream>>>(p, channels);
     kernel<<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
-    // Its blocks mostly end at once. A sample has eight, as few samples of a batch have values that overflow.
+    // Blocks of samples that are not `remade` end at once. A sample has only eight blocks, as few samples are.
     differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     const int64_t rows = sizes[kSamples] * bands * kWarps;
     auto* const grad_parameters = static_cast<float*>(pointers[kGradParameters]);
@@ -1814,7 +1828,8 @@ Tensor plain(at::TensorList t, int64_t groups, double eps) {
         "Expected more than 1 value per channel when training, got input size [1, ", groups, ", 1, 1]");
     return at::group_norm(h, groups, t[kGamma], t[kBeta], eps);
 }
-// Whether the four dimensions are in order in memory: PyTorch reads channels_last off the strides of 1 x 1 images, too.
+// Whether the four dimensions are in order in memory. is_contiguous() ignores the stride of a dimension of size 1, but
+// PyTorch may read channels_last off it, as with one channel. Eager's output then is channels_last, and ours is not.
 bool in_order(const Tensor& t) {
     const bool is_contiguous = t.dim() == 4 && t.is_contiguous();
     return is_contiguous && t.sym_stride(1) == t.sym_size(2) * t.sym_size(3) && t.sym_stride(3) == 1;
@@ -2177,8 +2192,9 @@ class ModelNew(nn.Module):
     def _is_usual(self, conv: nn.Module, norm: nn.Module) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is large enough.
 
-        Each of up to 144 bands rounds its sums to 2^-47 of the largest possible total (`add_to_total`). So the variance
-        may be off by 3.1e-12 and, if eps is 1e-6 and a group's values are equal, rstd by 1.5e-6 of itself.
+        Each of up to 144 bands rounds its sums by up to 2^-47 of the largest possible total (`add_to_total`). So the
+        means of s and s^2 may be off by 144 * 2^-47 = 1.02e-12, and the variance, with the mean squared, by 3.1e-12. If
+        eps is 1e-6 and a group's values are equal, rstd is then off by 1.5e-6 of itself.
         """
         if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:
             return False

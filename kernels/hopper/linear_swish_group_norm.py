@@ -12,7 +12,7 @@ There are two paths, and `_fits` chooses one. The fast path is the operator belo
 one value a feature, all of float32, float16 or bfloat16; groups of 64 features, products of at least 2^30
 multiplications (`_product_fits`), and with gradients at most 8192 features; no hooks, autocast or transforms. The
 product runs on the 16-bit tensor cores. A float32 product is three fp16 products, with the accuracy of float32, or one
-where TF32 is allowed. 16-bit types take one product. All the rest of the forward is its epilogue. The plain path, for
+where TF32 is allowed. 16-bit types take one product. Its epilogue does the rest of the forward. The plain path, for
 everything else, is the Model's own layers.
 
 At the benchmark shape, 32768 x 1024 to 4096, the product is 275 GFLOP. For float32 it is done three times in fp16: 1.1
@@ -88,46 +88,48 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files. ----
 //
-// There are two ways for float32 and one for 16-bit types. A `Scheme`, which is a template parameter, names the way.
+// K is the dimension that a product sums over, or its length: here the k columns of x (m, k) and W (n, k). "32 of K"
+// are 32 indices. The template parameter `Scheme` names one of two ways to multiply float32, or the one for 16 bits.
 //
-// ThreeProducts: float32, with errors below those of cuBLAS's float32 product. split_rows multiplies each row of x (m,
-// k) and of W (n, k) by the power of two that brings its largest value to [2^14, 2^15). (fp16 ends just below 2^16, and
-// a value close to 2^16 would be rounded to infinity.) Then it stores each scaled value v as two fp16 numbers, its
-// pieces: hi is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11 significant bits, so |lo| <= 2^-11 |v|,
-// and hi + lo differs from v by at most 2^-23 |v|. The tensor cores multiply
+// ThreeProducts: float32, with errors below those of cuBLAS's float32 product. split_rows multiplies each row of x and
+// of W by its scale, the power of two that brings its largest value to [2^14, 2^15). (fp16 rounds values of 65520 and
+// more, which is just below 2^16, to infinity.) Then it stores each scaled value v as two fp16 numbers, its pieces: hi
+// is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11 significant bits, so |lo| <= 2^-11 |v|, and hi +
+// lo differs from v by at most 2^-23 |v|. The tensor cores compute, of
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
-// without the last term, and the finisher (warpgroup 2, see below) multiplies the sum by both rows' inverse scales. The
-// dropped lo lo' is at most 2^-22 of v v'. Over random values its root mean square is 2^-24.5 of v v'. Its sign is
-// random, so over K products such errors partly cancel. Float32 arithmetic loses more: up to 2^-24 of the whole sum at
-// each of its K additions.
+// all but the last term. The finisher (warpgroup 2, see below) multiplies the sum by the inverse scales of both rows.
+// The last term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each: in all an error of at most
+// 2^-21 of v v', and of 2^-23.7 as root mean square over random values. Its sign is random, so over K products such
+// errors partly cancel. A float32 product may lose more: up to 2^-24 of the sum so far at each of its K additions.
 //
 // The tensor cores do not round their sums, they truncate them, and what an addition loses grows with the accumulator.
-// So for every 64 of K a consumer starts its accumulators at zero, multiplies hi lo' and lo hi' first, while the
-// accumulators are small, then hi hi', and then adds the accumulators to other registers by float32 additions, which
-// round (Ootomo and Yokota, arXiv 2203.03341). What is left: x W^T is too near 0, by 0.75 * 2^-23 of itself on average,
-// as measured for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated
-// in that file. In linear_swish_group_norm h goes through the activation before the norm, so no one factor could.)
+// So for each 64 of K a consumer starts its accumulators at zero, adds hi lo' and lo hi' first, while the accumulators
+// are small, then hi hi'. Then it adds the accumulators to other registers by float32 additions, which round (Ootomo
+// and Yokota, arXiv 2203.03341). What is left: x W^T is too near 0, by 0.75 * 2^-23 of itself on average, as measured
+// for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated there. In
+// linear_swish_group_norm the activation stands between h and the norm, so no one factor could.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
 // OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
 //
-// A line is 64 neighbouring numbers of a row of pieces, 128 bytes. It covers kLineK values along K:
+// The pieces of a row are stored in lines of 64 numbers, 128 bytes. A line has all pieces of kLineK values:
 //
 //     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
 //
-// `multiply` runs one block on each multiprocessor. Block i computes tiles i, i + gridDim.x, i + 2 gridDim.x and so on
-// of the output. In its shared memory, stage s holds one line of each row of x and of W that the tile needs. Slot t
-// holds 64 x 64 sums over all of K, which are still scaled.
+// A tile is kTileRows rows (those of x) by kTileColumns columns (W's rows) of the output. `multiply` runs one block on
+// each multiprocessor. Block i computes tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage
+// s holds one line of each row of x and of W that the tile needs. Slot t holds 64 x 64 sums over all of K, which are
+// still scaled. `full`, `empty`, `ready` and `taken` are mbarriers:
 //
 //     warpgroup   role        waits for    does                                                           signals
 //     3           producer    empty[s]     one thread starts TMA copies of a line of x and W to stage s   full[s]
 //     0 and 1     consumers   full[s]      each multiplies the line for half of the tile's rows of x      empty[s]
 //                             taken[t]     each stores its sums, 64 x 64 at a time, to slot t             ready[t]
 //     2           finisher    ready[t]     loads the sums of slot t to registers                          taken[t]
-//                                          unscales them, applies the epilogue, stores the output
+//                                          multiplies them by the inverse scales, stores the epilogue's output
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another. The
 // consumers fill the slots in turn, and the finisher empties them in the same order. A tile takes the next four slots
@@ -138,24 +140,24 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     rows of that consumer's half    0-63  0-63  0-63   0-63     64-127  64-127  64-127  64-127
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
-// Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
+// Range. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
 //   - A scaled value is "coarse" if 2^-25 is more than the error that its pieces have anyway: below 2^-2 with hi and
 //     lo, which err by up to 2^-23 of the value, and below 2^-14 with hi alone, which errs by up to 2^-11 of the value.
-//   - What a coarse value is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the
-//     sum by less than c * 2^-25 * 2^15 = c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). In a sum of c * 2^14
-//     (with hi alone c * 2) or more, this is c * 2^-10 or more, so that the coarse values do not matter.
+//   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
+//     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
+//   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If the sum is c * 2^14
+//     or more (with hi alone c * 2), that is c * 2^-10 or more, and the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores that number times 2^14 (or 2) as the row's `doubt`. If a
 //     sum is below the doubts of its two rows added up, the finisher computes it again in float32, from x and W. That
 //     happens to some three of 10^6 sums of normally distributed operands at K = 8192, and to fewer at smaller K. (An
-//     estimate: at K = 8192 such sums, scaled, have a standard deviation of about 2^31.5, and a row has 0.3 coarse
-//     values.)
+//     estimate: at K = 8192 such scaled sums have a standard deviation of about 2^31.5, and a row has 0.3 coarse
+//     values. The share of sums below two doubts is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 //
-// To change the tile. Its columns, 128, are the n of the instruction m64n128k16 (WGMMA lists its 64 registers). Its
-// rows are 128 or 256, because each of the two consumers has the m of one such instruction, 64, or of two. A TMA box
-// has 128 rows (make_map, producer). The 64 columns of a slot are a group of linear_swish_group_norm's, whose epilogue
-// needs a whole group.
+// To change the tile. Its columns, 128, are the n of the instruction m64n128k16. (Another n needs another list of
+// registers in WGMMA.) Its rows are 128 or 256, because each of the two consumers computes 64, the m of one such
+// instruction, or 128, the m of two. A TMA box has 128 rows (make_map, producer). The 64 columns of a slot are a group
+// of linear_swish_group_norm's, whose epilogue needs a whole group.
 
 constexpr int kTileColumns = 128;
 constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and wgmma
@@ -169,8 +171,9 @@ struct ThreeProducts {
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kLineK = kLine / kPieces;  // values in a line
     static constexpr int kTileRows = 128;  // of x
-    // A stage has 32 KiB. The loop over the stages is unrolled, which saves 1 to 4% of the time. So a tile takes a
-    // multiple of four lines: TMA fills those beyond the end of K with zeros.
+    // A stage has 32 KiB: a line of 128 rows of each operand. sum_products unrolls its loop over the stages, which
+    // saves 1 to 4% of the time. So a tile takes a multiple of four lines: TMA fills those beyond the end of K with
+    // zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarse = 0x1p-2f;  // see Range
@@ -192,6 +195,7 @@ template <typename T, typename S> struct OneProduct {
     static constexpr float kDoubt = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
 };
+// At its start each role changes a thread's 65536 / 512 = 128 registers to these, by setmaxnreg (multiples of 8).
 template <class Scheme> constexpr bool kRegistersFit =
     2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128;
 static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
@@ -203,8 +207,9 @@ constexpr float kLargestUnscale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// The exponent of the scale that brings `largest` to [2^14, 2^15). It is 126 at most, so that the scale and its inverse
-// are normal numbers. So a largest value below 2^-112 stays below 2^14: the least float32, 2^-149, becomes 2^-23.
+// The exponent of the scale that brings `largest` to [2^14, 2^15). (A float32 number's bits from 23 on are its exponent
+// plus 127.) It is 126 at most, so that the scale and its inverse are normal numbers. So a largest value below 2^-112
+// stays below 2^14: the least float32, 2^-149, becomes 2^-23.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -226,8 +231,8 @@ struct Max {
 };
 // Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Whole
 // warps call it or, for a group of more than 32 threads, the whole block: then warp_values is shared memory, a float
-// for each warp. Between two such calls with the same warp_values there must be another __syncthreads(). A call with
-// other warp_values has one.
+// for each warp, which the call writes before its __syncthreads() and reads after it. Between two calls with the same
+// warp_values there must be another one, say that of a call with other warp_values.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -239,8 +244,8 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Splits COUNT neighbouring scaled values of a row (4 or 8), from k on. Stores their hi and, kLineK numbers on, their
-// lo.
+// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the line and their lo
+// to the same line, kLineK numbers further on.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kLineK = Scheme::kLineK;
@@ -254,8 +259,8 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
     to[0] = hi;
     if (Scheme::kPieces == 2) to[kLineK / COUNT] = lo;
 }
-// Of a row of x or W: the inverse of its scale, and its doubt (see Range). A row of x and a row of W have one scaled
-// sum. Times both inverses it is the output. It is doubtful if its magnitude is below the two doubts added up.
+// Of a row of x or W: the inverse of its scale, and its doubt (see Range). The scaled sum of a row of x and a row of W,
+// times both inverses, is the output. The sum is doubtful if its magnitude is below the two doubts added up.
 struct RowScale {
     float unscale, doubt;
     // The exponent of the scale: unscale is 2^-exponent.
@@ -263,7 +268,7 @@ struct RowScale {
 };
 // In the backward the exponent of a scale may be the sum or the difference of two exponents, each 126 at most. 2^252
 // and 2^-252 are no float32 numbers, so such a scale is applied as two factors, of half the exponent each. No exponent
-// need be lower than -252: there every float32 number already becomes 0 in fp16.
+// need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
 constexpr int kLeastExponent = -kLargestExponent;
 // What split_rows reads and writes.
@@ -273,9 +278,9 @@ struct Operand {
     int64_t rows;
     int k;
     RowScale* scales;  // Forward: row i is scaled to its own largest value. split_rows writes scales[i].
-    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i]. Where that would bring
-    // the row's largest value to 2^15 or more, the exponent is lowered. Only x's rows need this, and only where G's row
-    // is 0: there any finite scale will do.
+    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i] (see "From G" below).
+    // Where that would bring the row's largest value to 2^15 or more, the exponent is lowered. This happens only to
+    // rows of x that a row of zeros in G multiplies: there any finite scale will do.
     const int *base, *offsets;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int of_largest = scale_exponent(largest);
@@ -288,7 +293,7 @@ constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256
 // Splits x row by row and, from block blocks_x on, W. `group` neighbouring threads, one to eight whole warps, own a
 // row. They read it to their registers, find its largest value, and split it from there. If it has more than 8192
 // values, they read it twice.
-// Three blocks a multiprocessor: a thread may have 80 registers, and uses 79.
+// Three blocks a multiprocessor: a thread may have 65536 / 768 registers, rounded down to 80, and uses 79.
 template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
     __shared__ float warp_values[2][kSplitThreads / 32];
@@ -361,7 +366,7 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
 }
 // d = a * b^T + (keep ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
 // memory, K-major or MN-major (see tile_descriptor). Operands of the asm statement: %0 to %63 are d, %64 a, %65 b, %66
-// keep, %67 and %68 tell whether a and b are MN-major. The two constants before them are factors of a and b: 1, not -1.
+// keep, %67 and %68 tell whether a and b are MN-major. The constants 1, 1 before them are the signs of a and b.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define WGMMA(type)                                                                                                 \
@@ -390,7 +395,10 @@ template <class Scheme> struct MultiplyShared {
     Pack<typename Scheme::SlotValue, 4> slots[kSlots][64 * 64 / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
-template <int COUNT> struct Ring {  // a place in a ring of COUNT, and the parity of the round
+// A place in a ring of COUNT, and the parity of the round: 0, 1, 0 and so on. A place's mbarriers complete a phase a
+// round. mbarrier_wait(bar, p) waits until the last completed phase has parity p, which is 1 for a new mbarrier. Who
+// reads a place waits for `phase`. Who fills it waits for phase ^ 1, the round before: at first this returns at once.
+template <int COUNT> struct Ring {
     int place = 0, phase = 0;
     __device__ __forceinline__ void advance(int by = 1) {
         place += by;
@@ -406,7 +414,7 @@ template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a ro
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n)
         : across((n + kTileColumns - 1) / kTileColumns), down((m + kRows - 1) / kRows), count(across * down) {}
-    __device__ __forceinline__ Corner find(int tile) const {
+    __device__ __forceinline__ Corner find(int tile) const {  // the tile's first row and column, see kBand
         const int first_down = tile / (kBandTiles * across) * kBandTiles;  // the band's first row of tiles
         const int in_band = tile % (kBandTiles * across);
         const int height = min(kBandTiles, down - first_down);
@@ -418,7 +426,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int lines) {
     Ring<Scheme::kStages> ring;
-    // A box is one line of 128 rows. See make_map for the order of the coordinates.
+    // A box has kLineK of K for 128 rows of the tile. See make_map for the order of the coordinates.
     const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {
         uint64_t* bar = &shared.full[ring.place];
         if (mn_major) tensor_load(to, map, 0, line * Scheme::kLineK, row / 32 * Scheme::kPieces, bar);
@@ -439,17 +447,17 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 }
 // How an operand lies in a stage. "Row" is a row of the tile for a, a column of it for b.
 //
-// K-major: in device memory the values of K of a row are neighbours, as in x and W of the forward. TMA writes the line
-// of a row as 128 bytes, and row after row, with the 128-byte swizzle: chunk c of 16 bytes goes to place c ^ row % 8.
+// K-major: the values of a row along K are neighbours in device memory, as in x and W of the forward. TMA writes the
+// line of a row as 128 bytes, and row after row, with the 128-byte swizzle: 16-byte chunk c goes to place c ^ row % 8.
 //
-//     row 0    | hi of k 0-31, 64 bytes | lo of k 0-31 |          hi to lo: 64 bytes; 16 of K: 32 bytes
-//     row 1    | hi of k 0-31           | lo of k 0-31 |          eight rows, 1024 bytes, are an atom of the swizzle
+//     row 0    | hi of k 0-31, 64 bytes | lo of k 0-31 |     from hi to lo: 64 bytes; from k 0 to k 16: 32 bytes
+//     row 1    | hi of k 0-31           | lo of k 0-31 |     eight rows, 1024 bytes, are an atom of the swizzle
 //     ...
 //
-// MN-major: in device memory rows of the tile (M or N) are neighbours, for one k. For example W (n, k) in dX = G W,
-// where the sum goes over W's rows. TMA cuts the 64 numbers of a line into strips of 32 of one piece, 64 bytes, and
-// writes for each strip one k after the other, with the 64-byte swizzle. (With the 128-byte swizzle, hi and lo of a k
-// would share an atom, and no descriptor could name one of them alone.)
+// MN-major: the values of one k, for all rows, are neighbours in device memory. In dX = G W, for example, the sum goes
+// over W's rows: k counts them, and W's columns are the "rows" here. TMA cuts 64 numbers of one k into strips of 32 of
+// one piece, 64 bytes, and writes for each strip one k after the other, with the 64-byte swizzle. (With the 128-byte
+// swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
 //
 //     in device memory, for each k:    | hi of rows 0-31 | lo of rows 0-31 | hi of rows 32-63 | lo of rows 32-63 | ...
 //     in a stage:   byte     0    hi of rows 0-31     k 0 | k 1 | ... | k 31      64 bytes each; 16 of K: 1024 bytes
@@ -461,8 +469,9 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //
 // wgmma's descriptor (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout") counts in units of 16 bytes:
 //     bits 0-13: the address    16-29: the leading byte offset    32-45: the stride byte offset    62-63: the swizzle
-// K-major: the stride leads to the next atom, and the leading offset is not used. MN-major: the stride leads to the
-// next atom of a strip, and the leading offset to the next strip of the same piece.
+// K-major: the stride leads eight rows on, to the next atom. The leading offset is unused. As the swizzle XORs bits 4-6
+// of an address with its bits 7-9, a descriptor may begin 32 or 64 bytes inside an atom. MN-major: the stride leads
+// eight k on, to a strip's next atom, and the leading offset 32 rows on, to the piece's next strip.
 template <bool MN_MAJOR> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
     constexpr uint64_t kLeading = MN_MAJOR ? 4096 / 16 : 1;
     constexpr uint64_t kStride = MN_MAJOR ? 512 / 16 : 1024 / 16;
@@ -470,7 +479,7 @@ template <bool MN_MAJOR> __device__ __forceinline__ uint64_t tile_descriptor(con
     const uint64_t address = (shared_address(tile) & 0x3ffff) / 16;
     return address | kLeading << 16 | kStride << 32 | kSwizzle << 62;
 }
-// Added to a descriptor, they lead to the next 16 of K, and from hi to lo.
+// Added to a descriptor, in its units of 16 bytes, they lead to the next 16 of K, and from hi to lo.
 template <bool MN_MAJOR> constexpr int kStepOfK = (MN_MAJOR ? 1024 : 32) / 16;
 template <bool MN_MAJOR> constexpr int kStepToLow = (MN_MAJOR ? 2048 : 64) / 16;
 // The products of a line of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
@@ -496,10 +505,10 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
 //     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
 // A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are half of octet e / 2: two
-// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. The eight lanes of a row, e from 0 to 7, load
-// the first of their two packs at once: for row 0, packs 0 and 2 of octets 0 to 3. Shared memory has 32 banks of four
-// bytes, so packs of 16 bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies
-// at place p ^ place_of(j):
+// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. A warp loads 16 bytes a lane in four steps of
+// eight lanes, which are here the lanes of a row, e from 0 to 7. In its first load row 0 takes packs 0 and 2 of octets
+// 0 to 3. Shared memory has 32 banks of four bytes, so packs of 16 bytes at the same place modulo 8 are in the same
+// banks. Therefore pack number p of octet j lies at place p ^ place_of(j):
 //
 //     place       0    1    2    3    4    5    6    7
 //     octet 0    [0]   1   [2]   3    4    5    6    7      place_of 0
@@ -508,7 +517,8 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
 //     octet 3     5    4    7    6    1   [0]   3   [2]     place_of 5       [ ] are loaded at once: all places differ
 //
 // A pack of 16-bit sums has 8 bytes, and there a lane wants eight neighbouring columns, octet e. It loads 16 bytes, two
-// packs, at once, and the lanes of a row load the same two of all octets. place_of(j) is 2 j, so the places differ.
+// packs p and p + 1, at once, and the lanes of a row load the same p of octets 0 to 7. place_of(j) is 2 j: it keeps
+// such a pair together, and the pairs of the eight octets lie in different banks.
 template <typename S> __device__ __forceinline__ int place_of(int j) {
     return sizeof(S) == 4 ? (j & 1) | (j & 2) << 1 : j << 1;
 }
@@ -555,8 +565,8 @@ template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>
     }
 }
 
-// After wgmma_wait a warp knows that its own quarter of the products has been made, not the others'. So all eight warps
-// of the consumers arrive at `empty` before the producer fills the stage again.
+// After wgmma_wait a warp knows that its own quarter of the warpgroup's products is done, not the others'. So each of
+// the consumers' eight warps arrives at `empty`, and only then the producer fills the stage again.
 template <class Scheme> __device__ __forceinline__ void free_stage(MultiplyShared<Scheme>& shared, int s) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
 }
@@ -570,11 +580,11 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
     MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& ring, int lines, uint64_t a, uint64_t b,
     float (&sum)[64], float (&recent)[64]) {
     constexpr int kStages = ThreeProducts::kStages;
-    constexpr int kStageStep = sizeof(shared.stages[0]) / 16;  // added to a descriptor
+    constexpr int kStageStep = sizeof(shared.stages[0]) / 16;  // added to a descriptor, leads to the next stage
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] = 0;
 #pragma unroll 1
-    for (int line = 0; line < lines; line += kStages, ring.phase ^= 1) {
+    for (int line = 0; line < lines; line += kStages, ring.phase ^= 1) {  // a turn is a round of the ring
 #pragma unroll
         for (int s = 0; s < kStages; s += 2) {
             const int next = s + 1;
@@ -588,7 +598,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
             wgmma_commit();
             multiply_large<MN_MAJOR_A, MN_MAJOR_B>(recent, a + next * kStageStep, b + next * kStageStep);
             wgmma_commit();
-            wgmma_wait<1>();
+            wgmma_wait<1>();  // for the first group: all that reads stage s
             free_stage(shared, s);
             wgmma_wait<0>();
             free_stage(shared, next);
@@ -604,7 +614,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& ring, int lines, uint64_t a, uint64_t b,
     float (&upper)[64], float (&lower)[64]) {
     constexpr int kStageStep = sizeof(shared.stages[0]) / 16;
-    constexpr int kLower = 64 * 128 / 16;  // 64 rows on, in either layout
+    constexpr int kLower = 64 * 128 / 16;  // added to a descriptor, leads 64 rows on, in either layout
     constexpr int kStepA = kStepOfK<MN_MAJOR_A>, kStepB = kStepOfK<MN_MAJOR_B>;
     int before = 0;
 #pragma unroll 1
@@ -735,7 +745,7 @@ template <typename T> struct LinearProduct {
     T* out;
     int m, n, k;
     RowScale* scales;  // of W's n rows, then of x's m
-    struct Scales {
+    struct Scales {  // what a thread needs for its four rows and eight columns
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
@@ -840,8 +850,8 @@ template <class Scheme> static Matrix matrix_of_pieces(const void* values, int64
 // TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
 //     K-major    coordinates: number in the row, row, 0           a box: the line of 128 rows
 //     MN-major   coordinates: number in the strip, row, strip     a box: kLineK rows, by four strips of each piece
-// A strip is 32 numbers, 64 bytes, of a row. In MN-major the matrix's rows are of K, and four strips are 128 rows of a
-// tile (see tile_descriptor).
+// A strip is 32 numbers, 64 bytes, of a row. In MN-major the matrix has a row for each index of K, and four strips of a
+// piece are 128 rows of the tile (see tile_descriptor).
 template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
@@ -873,7 +883,7 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* 
         swizzle, from_l2, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-// `length` is how many products each output sums up: K, of either operand.
+// `length` is K: how many products each output sums up.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static cudaError_t launch_multiply(
     const Matrix& a, const Matrix& b, int64_t length, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
@@ -918,32 +928,32 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // ---- From G, the gradient of h = x W^T + b: dX = G W and dW = G^T x. The same text in both linear files. ----
 //
 // G (m, n) is split once, and both products read its pieces: K-major for dX, MN-major for dW. W and x are split a
-// second time and read MN-major. So nothing is transposed in memory.
+// second time, with other scales, and read MN-major. So nothing is transposed in memory.
 //
 //     product       tile's rows    tile's columns   the sum goes over             a             b
 //     dX = G W      G's rows       W's columns      G's columns and W's rows      G, K-major    W, MN-major
 //     dW = G^T x    G's columns    x's columns      G's rows and x's rows         G, MN-major   x, MN-major
 //
 // The forward divides each sum by the scales of its two rows. Here a sum goes over W's rows, or over G's and x's rows,
-// and a scale that changes from one term to the next cannot be divided out of a sum. So index i of the summed dimension
-// is multiplied by a factor in one operand, and by its inverse, times one scale for all, in the other:
+// and a scale that changes from one term to the next cannot be divided out of a sum. So at each index of the summed
+// dimension one operand is multiplied by a power of two, and the other by its inverse, times one scale for all indices:
 //
 //     G's row i       is multiplied by 2^a_i, which brings its largest value to [2^14, 2^15)
 //     x's row i       is multiplied by 2^-a_i and one scale for all of x
 //     W's row j       is multiplied by one scale for all of W and by 2^-b_j, where b_j is from -12 to 0: it is not 0
-//                     where the exponent of the row's largest value is more than 12 below that of W's largest
+//                     if the row's largest value is more than 12 powers of two below W's largest
 //     G's column j    is multiplied by 2^b_j
 //
 // In dX the b_j cancel, and row i is divided by 2^a_i and W's scale. In dW the a_i cancel, and row j, which is of G's
 // column j, is divided by 2^b_j and x's scale.
 //
-// Why 12: hi and lo err by 2^-23 of a scaled value down to 2^-2 (see Range), and the largest is 2^14 or more: full
-// precision spans 16 powers of two. In a row of W whose largest value is 2^-12 of W's largest, it spans 4. A smaller
-// row is multiplied by up to 2^12 more, so that in a row of 2^-24 it spans 4, too. G's column is divided by as much,
-// and there it spans 16 - 12 = 4. So W's values down to 2^-28 of the largest are multiplied as exactly as the largest.
-// With a feature whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the b_j,
-// and 0.4 times with them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all
-// of dW.
+// Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Range), and the largest is 2^14 or
+// more. So full precision spans 16 powers of two. A row of W whose largest value is 2^-12 of W's largest has 4 of them
+// left. A smaller row is multiplied by up to 2^12 more, so that a row of 2^-24 has 4 left, too. G's column is divided
+// by as much, which leaves 16 - 12 = 4 there. So W's values down to 2^-28 of the largest are multiplied as exactly as
+// the largest. With a feature whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error
+// without the b_j, and 0.4 times with them. Errors of dX are small beside the norm of their row, and errors of dW
+// beside the norm of all of dW.
 constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
@@ -1019,7 +1029,7 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 // ---- The groups of linear_swish_group_norm ----
 
 constexpr int kGroup = 64;  // features of a group, and columns of a slot
-// Neighbouring columns of a row that a thread of the backward has. The largest block, of 512 threads, has 8192.
+// A thread of the backward holds so many neighbouring columns of a row, a block of 512 threads 8192.
 constexpr int kThreadColumns = 16;
 // Loads a thread's columns of a row; `from` points to the first.
 template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns]) {
@@ -1093,7 +1103,7 @@ extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, and 2^-17.97 of it at h = -87. Below
 // -87.34 sigmoid is flushed to 0.
-__device__ __forceinline__ float sigmoid(float h) {
+__device__ __forceinline__ float sigmoid(float h) {  // 1 / (1 + 2^(-h log2(e)))
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
@@ -1102,9 +1112,9 @@ __device__ __forceinline__ float sigmoid(float h) {
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 // For 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
 // s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, and by less where s is small,
-// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager may lose more by rounding s: to
-// float16 where s is 2^-6 or more (h from -4.1 on), to bfloat16 where it is 2^-11 or more (h from -7.6 on). For lower
-// h, s may be less exact than eager's: it is off by up to 2^-19.7, and v by |h| times that.
+// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager rounds s and may lose more by that:
+// in float16 2^-17 or more where s is 2^-6 or more (h from -4.1 on), in bfloat16 2^-19 or more where s is 2^-11 or more
+// (h from -7.6 on). For lower h, s may be less exact than eager's: off by up to 2^-19.7, and v by |h| times that.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
@@ -1142,7 +1152,7 @@ template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     shift = -mean_error * scale;
 }
 // The whole network in the product's epilogue. A slot has one group of 64 rows. Eight lanes have a row of it, and a
-// lane has eight columns of four rows (see load_sums). Its vectors are loaded before it waits for the sums.
+// lane has eight columns of four rows (see load_sums). The vectors are loaded before the wait for the sums.
 template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
     T* h;  // null if it is not wanted
     const T *extra_bias, *gamma, *beta;  // extra_bias is the Model's `bias`; LinearProduct's bias is the linear layer's
@@ -1184,8 +1194,8 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
         : "memory");
 }
 // A thread adds up its columns over kTurns rows in registers. Then this function adds these sums to `total`, a row of
-// partials in device memory, and sets them to 0: sums of few terms are rounded less. (For 16-bit types a thread adds up
-// all its rows: the gradients are rounded to 8 or 11 bits in the end.)
+// partials in device memory, and sets them to 0: sums of few terms are rounded less. (A block's first call only stores
+// them. For 16-bit types a thread adds up all its rows: the gradients are rounded to 8 or 11 bits in the end.)
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, int turn) {
     float before[kThreadColumns] = {};
@@ -1214,8 +1224,9 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
 //     both           ATen's sum over the blocks' partials[block][4][n]
 //
 // A block owns every gridDim.x-th row, and a thread the same columns of each. A warp has 512 columns, whole groups, and
-// a ring of kRowsAhead stages of its own in shared memory, to which its lane 0 starts the copies of h and grad. Warps
-// wait for each other only where G's row is scaled as a whole, in split_gradient_row.
+// a ring of kRowsAhead stages of its own in shared memory, to which its lane 0 starts the copies of h and grad. (A
+// stage of float32 has 4 KiB: three for each of 16 warps are 192 of a block's 227 KiB.) Warps wait for each other only
+// where G's row is scaled as a whole, in split_gradient_row.
 constexpr int kRowsAhead = 3;
 constexpr int kWarpColumns = 32 * kThreadColumns;
 template <typename T> struct RowAhead { T h[kWarpColumns], grad[kWarpColumns]; };
@@ -1605,8 +1616,8 @@ struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
         found.resize(9);  // none for groups, eps and tf32
         return found;
     }
-    // By the derivatives of the Model's lines with respect to views of the tensors. For if tensor a was computed from
-    // tensor b, the gradient of b must omit what goes through a: autograd adds that later.
+    // Differentiates the Model's lines, by ATen, with respect to views of the tensors. Views, because tensor a may have
+    // been computed from tensor b. Then the gradient of b must omit what goes through a: autograd adds that later.
     static Tensors differentiate_plainly(
         const at::Tensor& grad, Tensors t, int64_t groups, double eps, const std::array<bool, 6>& needs) {
         Tensors wanted, found(6);
