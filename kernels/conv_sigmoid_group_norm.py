@@ -13,8 +13,9 @@ least 1e-6), `_is_light` and `fits`. Our kernels take:
     CPU, float32    without gradients; images of 128 pixels or more
     CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32
 
-PyTorch's operators do the rest. If gradients are wanted on a CPU that has no instructions for x's 16-bit type, they
-compute in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
+PyTorch's operators do the rest, as fast as eager. So compile the module for more input channels: there torch.compile is
+up to four times as fast as eager on a GPU. If gradients are wanted on a CPU that has no instructions for x's 16-bit
+type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
 
 The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or twice if it
 needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions (compute capability 8.0,
