@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from functools import partial
@@ -22,7 +22,7 @@ from judge.source import reseed
 RANDOM = "changes PyTorch's random state"
 REUSED = "gives the memory of an earlier answer again"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
-MOST_BACKWARD, BACKWARD_SECONDS = 100, 0.1  # of one graph, whose backward pass may race
+MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 200, 0.4, 0.1  # of calls, and of one graph's backward, that may race
 # Of a name that the Model has for a tensor the candidate's; None where they are the same, {} where none was matched.
 Own = dict[str, str] | None
 
@@ -162,23 +162,24 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     return answers
 
 
-def apart(now: Iterable, first: Iterable) -> float:
+def apart(now, first) -> float:
     """The largest distance between tensors of two answers."""
-    tensors = [(a, b) for a, b in zip(now, first) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
+    tensors = [(a, b) for a, b in zip(tree_leaves(now), tree_leaves(first)) if type(a) is type(b) is torch.Tensor]
     dense = [(a, b) for a, b in tensors if a.layout == b.layout == torch.strided and a.shape == b.shape]
     pairs = (pair for a, b in dense if not same_bits(a, b) for pair in chunks(a, b))
     return max((float(distance(a.double(), b.double()).max()) for a, b in pairs), default=0.0)
 
 
-def least_like_first(call: Callable[[], tuple]) -> tuple:
-    """Of some answers the one that is the least like the first, so that a race shows; the second, if all are alike."""
+def least_like_first(call: Callable[[], Sequence], seconds: float) -> Sequence:
+    """Of many answers the one that is the least like the first, so that a race shows; the second, if all are alike."""
     first, found, most, begin = call(), call(), 0.0, time.perf_counter()
-    for _ in range(MOST_BACKWARD):
-        if time.perf_counter() - begin > BACKWARD_SECONDS:
+    for _ in range(MOST_REPEATS):
+        if time.perf_counter() - begin > seconds:
             break
         now = call()
-        if apart(now, first) > most:
-            found, most = now, apart(now, first)
+        distance = apart(now, first)
+        if distance > most:
+            found, most = now, distance
     return found
 
 
@@ -192,7 +193,10 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
         incoming = [normal_like(x, request) for x in roots]
         of = list(wanted.values())
         backward = partial(torch.autograd.grad, roots, of, incoming, allow_unused=True)
-        gradients = least_like_first(partial(backward, retain_graph=True)) if How.TWICE in request.how else backward()
+        if How.TWICE in request.how:
+            gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
+        else:
+            gradients = backward()
         if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
