@@ -113,8 +113,8 @@ class Options:
 class Judge:
     """Judges pair after pair."""
 
-    def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] | None = None):
-        self.options, self.ceilings, self.tell = options, ceilings, tell or show.Progress()
+    def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None]):
+        self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))

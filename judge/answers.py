@@ -27,6 +27,17 @@ MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 200, 0.4, 0.1  # of calls, and 
 Own = dict[str, str] | None
 
 
+# How a tensor that is not a number lies in memory.
+LAYOUTS = {
+    "dense": lambda x: x,
+    "expanded": lambda x: x[:1].expand_as(x),  # with other values: asked of gradients alone
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
+    "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
+}
+
+
 class How(Flag):
     """How a module is called."""
 
@@ -35,10 +46,7 @@ class How(Flag):
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
     SEEDED = auto()  # the Model draws random numbers: each timed call begins from a seed that is told
-    # How gradients are asked for.
-    EXPANDED = auto()  # the incoming gradient is the same along the first dimension
-    SLICED = auto()  # it is a slice, as behind torch.cat
-    TWICE = auto()  # many backward passes of one graph, of which the one that is the least like the first counts
+    REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
     # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
@@ -46,8 +54,7 @@ class How(Flag):
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call
-    REPEATED = auto()  # of many calls the answer that is the least like the first
-    THREADS = auto()  # the same, each set of inputs in a thread of its own
+    THREADS = auto()  # as REPEATED, each set of inputs in a thread of its own
     LATE = auto()  # on another stream, on which the inputs come late
     CAPTURED = auto()  # replayed from a CUDA graph
 
@@ -62,13 +69,14 @@ class Request:
     seed: int = 0
     how: How = How.PLAINLY
     order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
+    incoming: str = "dense"  # in which of LAYOUTS the gradients come in
     whose: str = ""  # gradients: "nobody's", "parameters", "inputs" or "all"; "": as the direction has it
     # The judge reads how inputs and weights are made.
     change: Callable | None = None  # of each floating input
     weights: Callable | None = None  # of the Model's weights
     alike: bool = False  # all sets of inputs are the first, which alone is not changed
     batch: int | None = None
-    layout: str = "dense"
+    layout: str = "dense"  # in which of LAYOUTS the inputs lie
     # The judge reads what the answer has to be.
     both_gates: bool = False  # the Model must have an answer; an error against float64 counts
     finite: bool = False  # not asked where the Model's answer is not finite
@@ -82,17 +90,17 @@ class Request:
 
         It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
         """
-        poisoned = How.POISONED in self.how
+        if How.POISONED not in self.how:
+            yield
+            return
         deterministic = torch._C._set_deterministic_algorithms  # torch's own function imports a compiler: seconds
-        if poisoned:
-            deterministic(True, warn_only=True)
-        blocks = [torch.full_like(x, math.nan, device=device) for x in like if poisoned and x.is_floating_point()]
+        deterministic(True, warn_only=True)
+        blocks = [torch.full_like(x, math.nan, device=device) for x in like if x.is_floating_point()]
         del blocks
         try:
             yield
         finally:
-            if poisoned:
-                deterministic(False, warn_only=False)
+            deterministic(False, warn_only=False)
 
 
 class Answer(NamedTuple):
@@ -193,7 +201,7 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
         incoming = [normal_like(x, request) for x in roots]
         of = list(wanted.values())
         backward = partial(torch.autograd.grad, roots, of, incoming, allow_unused=True)
-        if How.TWICE in request.how:
+        if How.REPEATED in request.how:
             gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
         else:
             gradients = backward()
@@ -245,9 +253,7 @@ def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
     """An incoming gradient, the same in all processes: normal numbers that hardly round in any dtype."""
     generator = torch.Generator(x.device).manual_seed(request.seed + APART)
     values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
-    if How.SLICED in request.how and x.dim():
-        return torch.cat([values, values[..., :3]], -1)[..., : x.shape[-1]]
-    return values[:1].expand_as(values) if How.EXPANDED in request.how and x.dim() else values
+    return LAYOUTS[request.incoming](values) if x.dim() else values
 
 
 def compared(leaf):

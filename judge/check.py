@@ -33,7 +33,7 @@ SMALL = 0.01  # of the largest value of an output: by so much, at most, a small 
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
 MOST_STEPS, STEPS_TRIED = 1e-3, 32  # the share of places where the Model may jump; other inputs, to see whether it does
-RACES = How.REPEATED | How.THREADS | How.TWICE  # what goes wrong now and then counts as often as it is seen
+RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -88,12 +88,6 @@ class Case:
     def change(self, drawn: list, change: Callable) -> bool:
         """Changes inputs in place, as far as they stay what all are; whether any is another now."""
         return any([known.changed(x, change) for x, known in zip(tensors_of(drawn), self.inputs_are)])
-
-    def scale(self, drawn: list, factor: float) -> None:
-        """Of inputs that are timed, in case a file ignores seeds."""
-        for x, known in zip(tensors_of(drawn), self.inputs_are):
-            if known.free() and x.numel():
-                x.mul_(factor)
 
     def share(self, tensors):
         return tree_map_only(torch.Tensor, shared, tensors)
@@ -280,10 +274,17 @@ def comparable(case: Case) -> None:
             (again,) = answers_of(case.model, [case.inputs(0)], Request(""))
         (other,) = answers_of(case.model, [case.inputs(1)], Request(""))
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
-    pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
-    if any(x.shape != y.shape for x, y in pairs if isinstance(y, torch.Tensor)):
+    shapes = [{name: x.shape for name, x in answer.tensors().items()} for answer in (first, again, other)]
+    if shapes != shapes[:1] * 3:
         raise Rejected("the Model's answer has another shape for other values, so the judge has no memory for it")
-    case.constant = all(same_bits(x, y) for x, y in pairs)
+    for name, leaf in first.leaves.items():
+        known = isinstance(leaf, (torch.Tensor, int, complex, str, type(None)))
+        if not known or isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise Rejected(f"the Model itself gives {name} as {kind}, which the judge cannot compare")
+        if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
+            raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
+    case.constant = all(same_bits(x, other.leaves[name]) for name, x in first.tensors().items())
     most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
     case.small_batch = smaller(case.batch, nbytes + bytes_of(first.leaves), most)
     if case.small_batch != case.batch:
@@ -292,11 +293,6 @@ def comparable(case: Case) -> None:
     least = case.batch and min(case.batch, 4)
     draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
     case.inputs_are = [Inputs(each) for each in zip(*draws)]
-    for name, leaf in first.leaves.items():
-        if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
-            raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
-        if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
-            raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
     case.model.load_state_dict(case.initial)
 
 

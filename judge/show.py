@@ -23,9 +23,9 @@ RULE = (
 )
 
 
-def paint(text: str, colour: int | None, stream=None) -> str:
+def paint(text: str, colour: int | None) -> str:
     """Coloured on a terminal, unless NO_COLOR asks for none."""
-    plain = not (stream or sys.stdout).isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain or colour is None else f"\x1b[{colour}m{text}\x1b[0m"
 
 

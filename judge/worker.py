@@ -178,9 +178,8 @@ def alike(x: torch.Tensor, behind: int = 0) -> torch.Tensor:
     if x.layout != torch.strided:
         return x.clone()
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1 if x.numel() else 0
-    memory = torch.zeros(behind + reach, dtype=x.dtype, device=x.device)
-    memory[behind:].copy_(x.as_strided((reach,), (1,)))
-    return memory.as_strided(x.shape, x.stride(), behind)
+    memory = x.as_strided((reach,), (1,))
+    return torch.cat([memory[:behind], memory]).as_strided(x.shape, x.stride(), behind)
 
 
 class Contender:
@@ -320,7 +319,7 @@ class Contender:
     def _caller(self, module, sets: list, request: Request) -> Callable:
         if How.CAPTURED in request.how:
             return partial(captured, module)
-        if request.how & (How.THREADS | How.REPEATED):
+        if request.how & (How.THREADS | How.REPEATED) and request.direction == "forward":
             found = iter(self._least_like_first(module, sets))
             return lambda *inputs: next(found)
 
