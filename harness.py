@@ -209,7 +209,6 @@ class Judge:
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
                 check.check(case, direction, after)
-                case.listen()
                 if not after:
                     measure(case, pair, at_stake[0])
             except (Rejected, torch.OutOfMemoryError) as raised:
@@ -236,7 +235,8 @@ class Judge:
         return self.workers[role]
 
     def _load(self, case: check.Case, pair: Pair) -> None:
-        """Makes the modules that are timed."""
+        """Makes the modules that are timed, in new processes."""
+        case.listen()  # to the candidate's last one
         for role in ("new", *self.baselines):
             try:
                 case.load(self._worker(role), pair.new_path if role == "new" else None)
@@ -253,7 +253,6 @@ class Judge:
             case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
             case.errors, before = {}, record.clocks(case.device)
             samples = bench.measure(case, run.direction, more * seconds, more)
-            case.listen()
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
                 raise Rejected(bench.ESCAPED)
             hidden = bench.hidden_time(samples, case.device)

@@ -335,7 +335,8 @@ class Contender:
         return call
 
     def _least_like_first(self, module: torch.nn.Module, sets: list) -> Sequence:
-        """The answers to all sets of inputs, which are asked for at the same time, each by a thread of its own."""
+        """The answers to all sets of inputs. Several are asked for at the same time, each by a thread of its own; one
+        in this thread, since torch.compile replays its CUDA graphs in no other."""
         start = threading.Barrier(len(sets))
 
         def answer(inputs: list):
@@ -346,7 +347,8 @@ class Contender:
                 return tree_map_only(torch.Tensor, alike, module(*given))
 
         with ThreadPoolExecutor(len(sets)) as pool:
-            return least_like_first(lambda: [*pool.map(answer, sets)], REPEAT_SECONDS)
+            answers = pool.map if len(sets) > 1 else map
+            return least_like_first(lambda: [*answers(answer, sets)], REPEAT_SECONDS)
 
     def ready(self, request: Request, own: Own, state: dict, given: tuple, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle.
