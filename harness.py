@@ -343,7 +343,7 @@ def main(argv: list[str]) -> int:
             try:
                 for run in judge.judge(pair):
                     progress.clear()
-                    show.show(run)
+                    print(*show.block(run), "", sep="\n", flush=True)
                     runs.append(run)
                     if options.json:  # after every row: what is measured is not lost
                         environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)

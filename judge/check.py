@@ -85,15 +85,11 @@ class Case:
             batch = self.batch if batch is None else batch
             return self.problem.inputs(batch, self.device, self.dtype, self.seed + seed)
 
-    def change(self, drawn: list, change: Callable) -> bool:
-        """Changes inputs in place, as far as they stay what all are; whether any is another now."""
-        return any([known.changed(x, change) for x, known in zip(tensors_of(drawn), self.inputs_are)])
-
     def share(self, tensors):
         return tree_map_only(torch.Tensor, shared, tensors)
 
     def state(self, model: torch.nn.Module) -> dict:
-        return self.share({name: x for name, x in model.state_dict().items()})
+        return self.share(dict(model.state_dict()))
 
     def room(self, answer: Answer) -> list[torch.Tensor]:
         """Shared memory for the tensors of an answer."""
@@ -417,7 +413,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         drawn = case.inputs(request.seed + 100 * i * (not request.alike), request.batch)
         if request.change and (i or not request.alike):
             reseed(request.seed + i)
-            changed.append(case.change(drawn, request.change))
+            changed.extend(known.changed(x, request.change) for x, known in zip(tensors_of(drawn), case.inputs_are))
             if request.change is Inputs.other_integers and tree_any(lambda x: type(x) is float, drawn):
                 changed.append(True)
                 drawn = tree_map_only(float, lambda x: 0.5 * x, drawn)

@@ -133,7 +133,7 @@ def scale_of(name: str, x: torch.Tensor) -> float:
     """A gradient is a sum over a batch: where it is large, errors count relative to its size."""
     if not name.startswith("gradient"):
         return 1.0
-    norm = torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0).abs(), dtype=torch.float64).item()
+    norm = torch.linalg.vector_norm(as_numbers(x).nan_to_num(0.0, 0.0, 0.0).abs(), dtype=torch.float64).item()
     return max(1.0, norm / max(1, x.numel()) ** 0.5)
 
 

@@ -102,10 +102,6 @@ def contender(run: Result, name: str) -> str:
     return f"{line}{run.speedup[name]:.2f}x [{low:.2f}, {high:.2f}]  {paint(verdict, COLOURS[verdict])}{disturbed}"
 
 
-def show(run: Result) -> None:
-    print(*block(run), "", sep="\n", flush=True)
-
-
 def summary(runs: list[Result]) -> list[str]:
     """A row a record; what all records have in common is left out."""
     columns = [["verdict", *(run.status for run in runs)], ["pair", *(run.model for run in runs)]]
