@@ -275,7 +275,7 @@ def comparable(case: Case) -> None:
         raise Rejected("the Model's answer has another shape for other values, so the judge has no memory for it")
     for name, leaf in first.leaves.items():
         known = isinstance(leaf, (torch.Tensor, int, complex, str, type(None)))
-        if not known or isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+        if not known or isinstance(leaf, torch.Tensor) and (leaf.is_quantized or leaf.is_meta):
             kind = getattr(leaf, "dtype", type(leaf).__name__)
             raise Rejected(f"the Model itself gives {name} as {kind}, which the judge cannot compare")
         if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
