@@ -32,7 +32,8 @@ LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no 
 SMALL = 0.01  # of the largest value of an output: by so much, at most, a small one may be off, besides the gates
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
-MOST_STEPS, STEPS_TRIED = 1e-3, 32  # the share of places where the Model may jump; other inputs, to see whether it does
+MOST_STEPS = 1e-3  # the share of places where the Model may jump
+STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so many where it was not yet seen to
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
 NAMED = 4  # parameters at most, in a reason
 
@@ -580,7 +581,9 @@ def explained_by_steps(case: Case, request: Request, draw: Callable, model, name
         return new
     jumps = ~torch.isclose(new, eager, rtol=4 * tolerance, atol=4 * tolerance, equal_nan=True)
     seen = torch.zeros_like(far)
-    for attempt in range(STEPS_TRIED):
+    for attempt in range(MOST_TRIED):
+        if attempt >= STEPS_TRIED and not (jumps & ~seen).any():
+            break
         inputs, other = draw(), copy.deepcopy(model)
         reseed(attempt)
         for x in [*tensors_of(inputs), *other.parameters()]:
