@@ -113,8 +113,8 @@ class Options:
 class Judge:
     """Judges pair after pair."""
 
-    def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] | None = None):
-        self.options, self.ceilings, self.tell = options, ceilings, tell or show.Progress()
+    def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None]):
+        self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
@@ -209,7 +209,6 @@ class Judge:
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
                 check.check(case, direction, after)
-                case.listen()
                 if not after:
                     measure(case, pair, at_stake[0])
             except (Rejected, torch.OutOfMemoryError) as raised:
@@ -236,7 +235,8 @@ class Judge:
         return self.workers[role]
 
     def _load(self, case: check.Case, pair: Pair) -> None:
-        """Makes the modules that are timed."""
+        """Makes the modules that are timed, in new processes."""
+        case.listen()  # to the candidate's last one
         for role in ("new", *self.baselines):
             try:
                 case.load(self._worker(role), pair.new_path if role == "new" else None)
@@ -253,7 +253,6 @@ class Judge:
             case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
             case.errors, before = {}, record.clocks(case.device)
             samples = bench.measure(case, run.direction, more * seconds, more)
-            case.listen()
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
                 raise Rejected(bench.ESCAPED)
             hidden = bench.hidden_time(samples, case.device)
@@ -344,7 +343,7 @@ def main(argv: list[str]) -> int:
             try:
                 for run in judge.judge(pair):
                     progress.clear()
-                    show.show(run)
+                    print(*show.block(run), "", sep="\n", flush=True)
                     runs.append(run)
                     if options.json:  # after every row: what is measured is not lost
                         environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from functools import partial
@@ -22,9 +22,20 @@ from judge.source import reseed
 RANDOM = "changes PyTorch's random state"
 REUSED = "gives the memory of an earlier answer again"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
-MOST_BACKWARD, BACKWARD_SECONDS = 100, 0.1  # of one graph, whose backward pass may race
+MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 200, 0.4, 0.1  # of calls, and of one graph's backward, that may race
 # Of a name that the Model has for a tensor the candidate's; None where they are the same, {} where none was matched.
 Own = dict[str, str] | None
+
+
+# How a tensor that is not a number lies in memory.
+LAYOUTS = {
+    "dense": lambda x: x,
+    "expanded": lambda x: x[:1].expand_as(x),  # with other values: asked of gradients alone
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
+    "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
+}
 
 
 class How(Flag):
@@ -35,10 +46,7 @@ class How(Flag):
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
     SEEDED = auto()  # the Model draws random numbers: each timed call begins from a seed that is told
-    # How gradients are asked for.
-    EXPANDED = auto()  # the incoming gradient is the same along the first dimension
-    SLICED = auto()  # it is a slice, as behind torch.cat
-    TWICE = auto()  # many backward passes of one graph, of which the one that is the least like the first counts
+    REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
     # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
@@ -46,8 +54,7 @@ class How(Flag):
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call
-    REPEATED = auto()  # of many calls the answer that is the least like the first
-    THREADS = auto()  # the same, each set of inputs in a thread of its own
+    THREADS = auto()  # as REPEATED, each set of inputs in a thread of its own
     LATE = auto()  # on another stream, on which the inputs come late
     CAPTURED = auto()  # replayed from a CUDA graph
 
@@ -62,13 +69,14 @@ class Request:
     seed: int = 0
     how: How = How.PLAINLY
     order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
+    incoming: str = "dense"  # in which of LAYOUTS the gradients come in
     whose: str = ""  # gradients: "nobody's", "parameters", "inputs" or "all"; "": as the direction has it
     # The judge reads how inputs and weights are made.
     change: Callable | None = None  # of each floating input
     weights: Callable | None = None  # of the Model's weights
     alike: bool = False  # all sets of inputs are the first, which alone is not changed
     batch: int | None = None
-    layout: str = "dense"
+    layout: str = "dense"  # in which of LAYOUTS the inputs lie
     # The judge reads what the answer has to be.
     both_gates: bool = False  # the Model must have an answer; an error against float64 counts
     finite: bool = False  # not asked where the Model's answer is not finite
@@ -82,17 +90,17 @@ class Request:
 
         It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
         """
-        poisoned = How.POISONED in self.how
+        if How.POISONED not in self.how:
+            yield
+            return
         deterministic = torch._C._set_deterministic_algorithms  # torch's own function imports a compiler: seconds
-        if poisoned:
-            deterministic(True, warn_only=True)
-        blocks = [torch.full_like(x, math.nan, device=device) for x in like if poisoned and x.is_floating_point()]
+        deterministic(True, warn_only=True)
+        blocks = [torch.full_like(x, math.nan, device=device) for x in like if x.is_floating_point()]
         del blocks
         try:
             yield
         finally:
-            if poisoned:
-                deterministic(False, warn_only=False)
+            deterministic(False, warn_only=False)
 
 
 class Answer(NamedTuple):
@@ -162,23 +170,24 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     return answers
 
 
-def apart(now: Iterable, first: Iterable) -> float:
+def apart(now, first) -> float:
     """The largest distance between tensors of two answers."""
-    tensors = [(a, b) for a, b in zip(now, first) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
+    tensors = [(a, b) for a, b in zip(tree_leaves(now), tree_leaves(first)) if type(a) is type(b) is torch.Tensor]
     dense = [(a, b) for a, b in tensors if a.layout == b.layout == torch.strided and a.shape == b.shape]
     pairs = (pair for a, b in dense if not same_bits(a, b) for pair in chunks(a, b))
     return max((float(distance(a.double(), b.double()).max()) for a, b in pairs), default=0.0)
 
 
-def least_like_first(call: Callable[[], tuple]) -> tuple:
-    """Of some answers the one that is the least like the first, so that a race shows; the second, if all are alike."""
+def least_like_first(call: Callable[[], Sequence], seconds: float) -> Sequence:
+    """Of many answers the one that is the least like the first, so that a race shows; the second, if all are alike."""
     first, found, most, begin = call(), call(), 0.0, time.perf_counter()
-    for _ in range(MOST_BACKWARD):
-        if time.perf_counter() - begin > BACKWARD_SECONDS:
+    for _ in range(MOST_REPEATS):
+        if time.perf_counter() - begin > seconds:
             break
         now = call()
-        if apart(now, first) > most:
-            found, most = now, apart(now, first)
+        distance = apart(now, first)
+        if distance > most:
+            found, most = now, distance
     return found
 
 
@@ -192,7 +201,10 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
         incoming = [normal_like(x, request) for x in roots]
         of = list(wanted.values())
         backward = partial(torch.autograd.grad, roots, of, incoming, allow_unused=True)
-        gradients = least_like_first(partial(backward, retain_graph=True)) if How.TWICE in request.how else backward()
+        if How.REPEATED in request.how:
+            gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
+        else:
+            gradients = backward()
         if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
@@ -241,9 +253,7 @@ def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
     """An incoming gradient, the same in all processes: normal numbers that hardly round in any dtype."""
     generator = torch.Generator(x.device).manual_seed(request.seed + APART)
     values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
-    if How.SLICED in request.how and x.dim():
-        return torch.cat([values, values[..., :3]], -1)[..., : x.shape[-1]]
-    return values[:1].expand_as(values) if How.EXPANDED in request.how and x.dim() else values
+    return LAYOUTS[request.incoming](values) if x.dim() else values
 
 
 def compared(leaf):

@@ -94,14 +94,17 @@ class Ring:
         return self.case.workers[name].ask("ready", request=self.request, seconds=seconds, **given)
 
     def renew(self, calls: int) -> None:
-        """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
+        """New inputs for so many calls, by seeds that nobody foresees."""
         self.seeds = [secret.getrandbits(31) for _ in range(calls)]
         self.draws = [partial(self.draw, seed, secret.uniform(0.9, 1.0)) for seed in self.seeds]
         self.fresh = [self.drawn(i) for i in range(calls)] if self.keeps else []
 
     def draw(self, seed: int, factor: float) -> list:
+        """Inputs that are scaled, in case a file ignores seeds."""
         drawn = self.case.inputs(seed)
-        self.case.scale(drawn, factor)
+        for x, known in zip(tensors_of(drawn), self.case.inputs_are):
+            if known.free() and x.numel():
+                x.mul_(factor)
         return drawn
 
     def given(self, i: int) -> tuple[list, list]:
@@ -138,26 +141,31 @@ class Ring:
                 each.ask("wait")
             worker.ask("warm_up")
 
+    def call(self, name: str, i: int, flushes: int, waits: float | None = None) -> tuple[dict, float]:
+        """A call of a turn: the contender's reply, and the milliseconds that it took beyond what it claims."""
+        worker = self.case.workers[name]
+        self.write(*self.given(i))
+        reply = worker.ask("time", flushes=flushes, seed=self.seeds[i], waits=waits)
+        return reply, 1e3 * (worker.answered - worker.asked) - reply["ms"]
+
     def take_turn(self, name: str, samples: Samples, flushes: int) -> list[float]:
         """A turn of one contender; the milliseconds that it claims for each call."""
-        worker, kept = self.case.workers[name], self.kept.get(name)
+        kept = self.kept.get(name)
         self.warm_up(name)
         place = None if kept is None else place_of(len(samples.ms[name]) + 1, self.most_kept)  # drawn before the calls
         looked_at = secret.randrange(samples.calls)
-        claimed, taken = [], 0.0
+        claimed, beyond = [], 0.0
         for i in range(samples.calls):
-            self.write(*self.given(i))
-            reply = worker.ask("time", flushes=flushes, seed=self.seeds[i])
-            ms = reply["ms"]
-            if not 0 < ms < math.inf:
-                raise Rejected(f"claims that a call took {ms} milliseconds")
-            claimed.append(ms)
-            taken += 1e3 * (worker.answered - worker.asked)
+            reply, more = self.call(name, i, flushes)
+            if not 0 < reply["ms"] < math.inf:
+                raise Rejected(f"claims that a call took {reply['ms']} milliseconds")
+            claimed.append(reply["ms"])
+            beyond += more
             if place is not None and i == looked_at:
                 given = [x.clone() for x in places_of(reply["forms"], self.answers)]
                 kept[place : place + 1] = [(reply["forms"], given, self.draws[i], self.seeds[i])]
         samples.ms[name].append(sum(claimed) / len(claimed))
-        samples.beyond[name].append(taken - sum(claimed))
+        samples.beyond[name].append(beyond)
         return claimed
 
     def stand_in(self, claimed: list[float], samples: Samples, flushes: int) -> None:
@@ -167,13 +175,8 @@ class Ring:
         short call such a pause is seen as time that was not claimed. In a long call it is not: the host runs again
         before the call ends. So a fast candidate is compared with calls that are as short as its own.
         """
-        worker, beyond = self.case.workers["eager"], 0.0
         self.warm_up("eager")
-        for i, ms in enumerate(claimed):
-            self.write(*self.given(i))
-            reply = worker.ask("time", flushes=flushes, seed=self.seeds[i], waits=ms)
-            beyond += 1e3 * (worker.answered - worker.asked) - reply["ms"]
-        samples.stand_in.append(beyond)
+        samples.stand_in.append(sum(self.call("eager", i, flushes, ms)[1] for i, ms in enumerate(claimed)))
 
 
 def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Samples:
@@ -204,19 +207,15 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
 
 
 def look_at(case: Case, request: Request, name: str, forms: list, given: list, draw: Callable, seed: int) -> None:
-    """Raises Rejected where a timed answer is wrong; eager's errors do not count."""
+    """Raises Rejected where a timed answer is wrong."""
     request = replace(request, seed=seed)
     with of_the_model(case.precision):
         (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
-    errors = case.errors
-    if name == "eager":
-        case.errors = {}
+    judged = case if name == "new" else replace(case, errors={})  # eager's errors do not count
     try:
-        inspect(case, request, expected, forms, given, draw, case.model)
+        inspect(judged, request, expected, forms, given, draw, case.model)
     except Rejected as found:
         raise found if name == "new" else Rejected(f"eager's timed answers are not the Model's: {found}") from found
-    finally:
-        case.errors = errors
 
 
 def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:

@@ -32,8 +32,9 @@ LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no 
 SMALL = 0.01  # of the largest value of an output: by so much, at most, a small one may be off, besides the gates
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
-MOST_STEPS, STEPS_TRIED = 1e-3, 32  # the share of places where the Model may jump; other inputs, to see whether it does
-RACES = How.REPEATED | How.THREADS | How.TWICE  # what goes wrong now and then counts as often as it is seen
+MOST_STEPS = 1e-3  # the share of places where the Model may jump
+STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so many where it was not yet seen to
+RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -85,21 +86,11 @@ class Case:
             batch = self.batch if batch is None else batch
             return self.problem.inputs(batch, self.device, self.dtype, self.seed + seed)
 
-    def change(self, drawn: list, change: Callable) -> bool:
-        """Changes inputs in place, as far as they stay what all are; whether any is another now."""
-        return any([known.changed(x, change) for x, known in zip(tensors_of(drawn), self.inputs_are)])
-
-    def scale(self, drawn: list, factor: float) -> None:
-        """Of inputs that are timed, in case a file ignores seeds."""
-        for x, known in zip(tensors_of(drawn), self.inputs_are):
-            if known.free() and x.numel():
-                x.mul_(factor)
-
     def share(self, tensors):
         return tree_map_only(torch.Tensor, shared, tensors)
 
     def state(self, model: torch.nn.Module) -> dict:
-        return self.share({name: x for name, x in model.state_dict().items()})
+        return self.share(dict(model.state_dict()))
 
     def room(self, answer: Answer) -> list[torch.Tensor]:
         """Shared memory for the tensors of an answer."""
@@ -280,10 +271,17 @@ def comparable(case: Case) -> None:
             (again,) = answers_of(case.model, [case.inputs(0)], Request(""))
         (other,) = answers_of(case.model, [case.inputs(1)], Request(""))
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
-    pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
-    if any(x.shape != y.shape for x, y in pairs if isinstance(y, torch.Tensor)):
+    shapes = [{name: x.shape for name, x in answer.tensors().items()} for answer in (first, again, other)]
+    if shapes != shapes[:1] * 3:
         raise Rejected("the Model's answer has another shape for other values, so the judge has no memory for it")
-    case.constant = all(same_bits(x, y) for x, y in pairs)
+    for name, leaf in first.leaves.items():
+        known = isinstance(leaf, (torch.Tensor, int, complex, str, type(None)))
+        if not known or isinstance(leaf, torch.Tensor) and (leaf.is_quantized or leaf.is_meta):
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise Rejected(f"the Model itself gives {name} as {kind}, which the judge cannot compare")
+        if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
+            raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
+    case.constant = all(same_bits(x, other.leaves[name]) for name, x in first.tensors().items())
     most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
     case.small_batch = smaller(case.batch, nbytes + bytes_of(first.leaves), most)
     if case.small_batch != case.batch:
@@ -292,11 +290,6 @@ def comparable(case: Case) -> None:
     least = case.batch and min(case.batch, 4)
     draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
     case.inputs_are = [Inputs(each) for each in zip(*draws)]
-    for name, leaf in first.leaves.items():
-        if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
-            raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
-        if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
-            raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
     case.model.load_state_dict(case.initial)
 
 
@@ -421,7 +414,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         drawn = case.inputs(request.seed + 100 * i * (not request.alike), request.batch)
         if request.change and (i or not request.alike):
             reseed(request.seed + i)
-            changed.append(case.change(drawn, request.change))
+            changed.extend(known.changed(x, request.change) for x, known in zip(tensors_of(drawn), case.inputs_are))
             if request.change is Inputs.other_integers and tree_any(lambda x: type(x) is float, drawn):
                 changed.append(True)
                 drawn = tree_map_only(float, lambda x: 0.5 * x, drawn)
@@ -588,7 +581,9 @@ def explained_by_steps(case: Case, request: Request, draw: Callable, model, name
         return new
     jumps = ~torch.isclose(new, eager, rtol=4 * tolerance, atol=4 * tolerance, equal_nan=True)
     seen = torch.zeros_like(far)
-    for attempt in range(STEPS_TRIED):
+    for attempt in range(MOST_TRIED):
+        if attempt >= STEPS_TRIED and not (jumps & ~seen).any():
+            break
         inputs, other = draw(), copy.deepcopy(model)
         reseed(attempt)
         for x in [*tensors_of(inputs), *other.parameters()]:

@@ -133,7 +133,7 @@ def scale_of(name: str, x: torch.Tensor) -> float:
     """A gradient is a sum over a batch: where it is large, errors count relative to its size."""
     if not name.startswith("gradient"):
         return 1.0
-    norm = torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0).abs(), dtype=torch.float64).item()
+    norm = torch.linalg.vector_norm(as_numbers(x).nan_to_num(0.0, 0.0, 0.0).abs(), dtype=torch.float64).item()
     return max(1.0, norm / max(1, x.numel()) ** 0.5)
 
 
@@ -199,7 +199,7 @@ OF_ALL = ("max", "min", "median", "argmax", "argmin")  # without `dim` they look
 
 class OtherTies(TorchFunctionMode):
     """Of equal values it chooses others than PyTorch, which promises no order: in the first attempt those that a
-    candidate's answer names, `theirs`, where they are equal; in the second the last; in all others at random."""
+    candidate's answer names, `theirs`, where they are equal; in the second the last for the first; then at random."""
 
     def __init__(self, attempt: int, theirs: list[torch.Tensor]):
         super().__init__()
@@ -220,36 +220,29 @@ class OtherTies(TorchFunctionMode):
         index = result if isinstance(result, torch.Tensor) else result[1]
         shape = list(x.shape)
         shape[dim] = -1
-        places = self._choose(x, index.reshape(shape), dim, name in ("topk", "sort", "argsort"))
+        places = self._choose(x, index.reshape(shape), dim)
         if isinstance(result, torch.Tensor):
             return places.reshape(index.shape)
         return type(result)((x.gather(dim, places).reshape(index.shape), places.reshape(index.shape)))
 
-    def _choose(self, x: torch.Tensor, places: torch.Tensor, dim: int, several: bool) -> torch.Tensor:
+    def _choose(self, x: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
         """Other places of the same values."""
-        n, values = x.shape[dim], x.gather(dim, places)
-        ordered = x.sort(dim).values
+        n, (ordered, order) = x.shape[dim], x.sort(dim=dim, stable=True)
         self.found |= bool(equal(ordered.narrow(dim, 0, n - 1), ordered.narrow(dim, 1, n - 1)).any())
-        holds = lambda other: bool(equal(x.gather(dim, other), values).all())  # noqa: E731
         if self.attempt == 0:
             for other in (x.reshape(places.shape) for x in self.theirs if x.numel() == places.numel()):
                 within = bool(((other >= 0) & (other < n)).all())
-                if within and holds(other) and (other.sort(dim).values.diff(dim=dim) > 0).all():
+                holds = within and bool(equal(x.gather(dim, other), x.gather(dim, places)).all())
+                if holds and (other.sort(dim).values.diff(dim=dim) > 0).all():
                     return other
             return places
         generator = torch.Generator(x.device).manual_seed(self.attempt)
-        rank = torch.rand(x.shape, generator=generator, device=x.device)
+        mixed = torch.rand(x.shape, generator=generator, device=x.device).argsort(dim)
         if self.attempt == 1:
-            rank = rank.sort(dim, descending=True).values
-        if not several:
-            return rank.masked_fill_(~equal(x, values), 2.0).argmin(dim, keepdim=True)
-        order = rank.argsort(dim)
-        for descending in (True, False):
-            sorted_places = x.gather(dim, order).sort(dim=dim, descending=descending, stable=True).indices
-            other = order.gather(dim, sorted_places).narrow(dim, 0, places.shape[dim])
-            if holds(other):
-                return other
-        return places
+            mixed = torch.arange(n, device=x.device).flip(0).expand(x.movedim(dim, -1).shape).movedim(-1, dim)
+        # Places in two orders of their values: where the two differ, the values are equal.
+        other = mixed.gather(dim, x.gather(dim, mixed).sort(dim=dim, stable=True).indices)
+        return torch.empty_like(order).scatter_(dim, order, other).gather(dim, places)
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -112,18 +112,18 @@ class Result:
         holds = floor if nbytes > 2 * roofline.cache_bytes(self.device) else ceilings.floor_ms(0, flops, *work)
         new, eager = (holds > self.ms[name] * roofline.IMPOSSIBLE[self.device] for name in ("new", "eager"))
         least = f"what this machine was measured to reach allows {holds:.4g} ms or more"
-        if new and not eager and case.constant:
-            self.notes.append("no floor: the Model's answer is the same whatever it is given")
+        if not new and not eager:
+            self.roof = {"bytes": nbytes, "flops": flops, "floor_ms": floor, "percent": 100 * floor / ms}
             return
-        if new and not eager and ceilings.floor_ms(nbytes, 0, *work) < ms and bench.seen_ms(samples) < holds:
-            self.notes.append(f"no floor: {least} for the Model's matrix products; it does without some of them")
-            return
-        if new and not eager:
+        if eager:
+            why = f"{least}, but eager takes less: it does not read all that it is given"
+        elif case.constant:
+            why = "the Model's answer is the same whatever it is given"
+        elif ceilings.floor_ms(nbytes, 0, *work) < ms and bench.seen_ms(samples) < holds:
+            why = f"{least} for the Model's matrix products; it does without some of them"
+        else:
             raise Rejected(f"takes {ms:.4g} ms, which is not possible: {least}")
-        if new or eager:
-            self.notes.append(f"no floor: {least}, but eager takes less: it does not read all that it is given")
-            return
-        self.roof = {"bytes": nbytes, "flops": flops, "floor_ms": floor, "percent": 100 * floor / ms}
+        self.notes.append(f"no floor: {why}")
 
 
 def without_folders(text: str) -> str:

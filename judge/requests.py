@@ -14,7 +14,7 @@ from math import inf, nan
 
 import torch
 
-from judge.answers import How, Request
+from judge.answers import LAYOUTS, How, Request
 
 secret = random.SystemRandom()  # numbers that no candidate foresees
 LOOKED_AT = 1 << 22  # elements of an input, to see what it is
@@ -141,13 +141,6 @@ LENIENT = {"may_differ": True, "may_refuse": True}
 MAY_REFUSE = {"may_refuse": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
-LAYOUTS = {
-    "dense": lambda x: x,
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
-    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
-    "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
-}
 
 # Asked at the shape and in the layout that is timed.
 REQUESTS = {
@@ -176,14 +169,14 @@ REQUESTS = {
     ],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
-        BOTH("a second backward pass of one graph", how=How.TWICE, **MAY_REFUSE),
+        BOTH("a second backward pass of one graph", how=How.REPEATED, **MAY_REFUSE),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
         BOTH("only the last output in the loss, every second parameter frozen", how=How.IN_PART),
         BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         replace(SIGNS, direction="forward_backward"),
-        BOTH("an incoming gradient that is expanded", how=How.EXPANDED, **MAY_REFUSE),
-        BOTH("an incoming gradient that is a slice", how=How.SLICED, **MAY_REFUSE),
+        BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
+        BOTH("an incoming gradient that is a slice", incoming="a slice", **MAY_REFUSE),
     ],
 }
 
@@ -194,7 +187,7 @@ def requests_after(device: str, batch: int | None, direction: str) -> Iterator[R
     yield of("after it was timed")
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
-    for layout in list(LAYOUTS)[1:]:
+    for layout in [*LAYOUTS][2:]:
         yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
     if batch:
         others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run

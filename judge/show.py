@@ -23,9 +23,9 @@ RULE = (
 )
 
 
-def paint(text: str, colour: int | None, stream=None) -> str:
+def paint(text: str, colour: int | None) -> str:
     """Coloured on a terminal, unless NO_COLOR asks for none."""
-    plain = not (stream or sys.stdout).isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain or colour is None else f"\x1b[{colour}m{text}\x1b[0m"
 
 
@@ -100,10 +100,6 @@ def contender(run: Result, name: str) -> str:
     verdict = run.verdict[name]
     disturbed = " (disturbed)" if verdict == AMBIGUOUS and not low <= 1 <= high else ""
     return f"{line}{run.speedup[name]:.2f}x [{low:.2f}, {high:.2f}]  {paint(verdict, COLOURS[verdict])}{disturbed}"
-
-
-def show(run: Result) -> None:
-    print(*block(run), "", sep="\n", flush=True)
 
 
 def summary(runs: list[Result]) -> list[str]:

@@ -84,9 +84,11 @@ class Problem:
         return self.make(self.module.Model, seed)
 
     def make(self, cls: type, seed: int) -> torch.nn.Module:
-        """An instance of this or a candidate's class; lazy layers get their shapes from a call."""
+        """An instance of this or a candidate's class, in eval mode; lazy layers get their shapes from a call."""
         with torch.no_grad():  # what has a history, as weight_norm's weights, cannot be copied
-            made = make(cls, copy.deepcopy(self.arguments(seed)), seed)
+            arguments = copy.deepcopy(self.arguments(seed))
+            reseed(seed)
+            made = cls(*arguments).eval()
             tensors = [*made.parameters(), *made.buffers()]
             if any(isinstance(x, torch.nn.parameter.UninitializedTensorMixin) for x in tensors):
                 inputs = self.inputs(self.batch, "cpu", torch.float32, seed)
@@ -116,12 +118,6 @@ def reseed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
-
-
-def make(cls: type, arguments: list, seed: int) -> torch.nn.Module:
-    """An instance in eval mode, from a known state of the random numbers."""
-    reseed(seed)
-    return cls(*arguments).eval()
 
 
 def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> torch.Tensor:

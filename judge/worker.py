@@ -37,7 +37,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from multiprocessing import resource_tracker
@@ -50,13 +50,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.answers import (
     APART,
+    REPEAT_SECONDS,
     How,
     Own,
     Request,
     answers_of,
-    apart,
     compared,
     form_of,
+    least_like_first,
     parameters_by_name,
     places_of,
     roots_of,
@@ -70,7 +71,6 @@ from judge.switches import Switches
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 AWAKE_BYTES = 1 << 20  # on a CPU written by the contender itself, so that the threads of its pool run again
-MOST_REPEATS, REPEAT_SECONDS = 200, 0.4  # of a call that may race
 GARBLED = "wrote something of its own into the pipe of its answers"
 # The form of the reply to a command, a list being of any length: a candidate may write replies of its own.
 FORM = ("", [0], "")
@@ -173,11 +173,13 @@ def settle(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def unaligned(x: torch.Tensor) -> torch.Tensor:
-    """A copy one element behind where memory begins, with the same strides."""
-    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 2 if x.numel() else 1
-    memory = torch.zeros(reach, dtype=x.dtype, device=x.device)
-    return memory.as_strided(x.shape, x.stride(), 1).copy_(x)
+def alike(x: torch.Tensor, behind: int = 0) -> torch.Tensor:
+    """A copy with the same strides, which a clone of a slice has not, so many elements behind where memory begins."""
+    if x.layout != torch.strided:
+        return x.clone()
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1 if x.numel() else 0
+    memory = x.as_strided((reach,), (1,))
+    return torch.cat([memory[:behind], memory]).as_strided(x.shape, x.stride(), behind)
 
 
 class Contender:
@@ -209,7 +211,7 @@ class Contender:
         module = load(path, text) if self.role == "new" else self.problem.module
         seconds = perf_counter() - begin
         vars(module).update(self.problem.constants)
-        said = self.switches.put_back()
+        self.put_back()
         name = "ModelNew" if self.role == "new" else "Model"
         if not hasattr(module, name) and isinstance(getattr(module, "Model", None), type):
             name = "Model"
@@ -220,9 +222,12 @@ class Contender:
         self.timed = self.modules[0]
         if self.role == "compile":
             self.timed = torch.compile(self.timed, dynamic=False)
-        said += self.switches.put_back()
         state = [*state_of(self.modules[0])]
-        return {"seconds": seconds, "state": state, "class": name, "lacks": lacks, "switched": said}
+        return {"seconds": seconds, "state": state, "class": name, "lacks": lacks}
+
+    def put_back(self) -> None:
+        """What is switched is put back, and told with the next reply."""
+        self.said += self.switches.put_back()
 
     def remake(self, seed: int, examine: bool = False, other: int | None = None) -> list[str]:
         """Two instances; the one that is asked is a copy of the second, where it can be copied. What it lacks is told.
@@ -252,10 +257,9 @@ class Contender:
         self.modules = [first, made, *last]
         return lacks
 
-    def made(self, seed: int) -> dict:
+    def made(self, seed: int) -> None:
         """Other weights, where they can only be made."""
         self.remake(seed, other=seed + 1)
-        return {"switched": self.switches.put_back()}
 
     def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
@@ -274,7 +278,6 @@ class Contender:
 
     def call(self, request: Request, own: Own, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
-        self.said = self.switches.put_back()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
         module, training = self.modules[0], bool(request.how & (How.TRAIN | How.IGNORED))
@@ -287,10 +290,11 @@ class Contender:
         if request.how & (How.TWIN | How.MOVED):  # what is kept of this call must not serve the one that counts
             for instance in self.modules[1:] if How.TWIN in request.how else [module]:
                 answers_of(instance, self._own(sets), request, own)
-                self.said += self.switches.put_back()
+                self.put_back()
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
-            module._apply(torch.clone if is_compiled(module) else unaligned)  # torch.compile takes aligned ones alone
+            behind = 0 if is_compiled(module) else 1  # torch.compile takes aligned ones alone
+            module._apply(partial(alike, behind=behind))
             for memory in old:
                 memory.fill_(float("nan"))
         for p in module.parameters():
@@ -309,15 +313,14 @@ class Contender:
             x.detach().copy_(before)
         if How.MOVED in request.how:
             module._apply(torch.clone)
-        said = self.said + self.switches.put_back()
-        reply = {"forms": [each.forms for each in found], "tree": found[0].tree, "did": found[0].did}
-        return reply | {"graphs": self.graphs, "switched": said}
+        forms = [each.forms for each in found]
+        return {"forms": forms, "tree": found[0].tree, "did": found[0].did, "graphs": self.graphs}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
         if How.CAPTURED in request.how:
             return partial(captured, module)
-        if request.how & (How.THREADS | How.REPEATED):
-            found = iter(least_like(module, sets, How.THREADS in request.how, self.switches))
+        if request.how & (How.THREADS | How.REPEATED) and request.direction == "forward":
+            found = iter(self._least_like_first(module, sets))
             return lambda *inputs: next(found)
 
         stand = []  # as they are within the request, when the first call begins
@@ -330,6 +333,22 @@ class Contender:
             return module(*inputs)
 
         return call
+
+    def _least_like_first(self, module: torch.nn.Module, sets: list) -> Sequence:
+        """The answers to all sets of inputs. Several are asked for at the same time, each by a thread of its own; one
+        in this thread, since torch.compile replays its CUDA graphs in no other."""
+        start = threading.Barrier(len(sets))
+
+        def answer(inputs: list):
+            self.switches.put_back()  # some are a thread's own; other requests tell them
+            with torch.no_grad():
+                given = tree_map_only(torch.Tensor, torch.clone, inputs)
+                start.wait()
+                return tree_map_only(torch.Tensor, alike, module(*given))
+
+        with ThreadPoolExecutor(len(sets)) as pool:
+            answers = pool.map if len(sets) > 1 else map
+            return least_like_first(lambda: [*answers(answer, sets)], REPEAT_SECONDS)
 
     def ready(self, request: Request, own: Own, state: dict, given: tuple, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle.
@@ -347,21 +366,21 @@ class Contender:
         nbytes = FLUSH_BYTES["cuda"] if self.gpu else AWAKE_BYTES
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._clocked(1)
+        self.put_back()
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
         before, begin, marks = torch.cuda.memory_allocated(), perf_counter(), []
         while len(marks) < 9 or perf_counter() - begin < seconds:
             marks.append(self._clocked(1)[:3])
+            self.put_back()
         reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
         return reply | {"peak": torch.cuda.max_memory_allocated() - before}
 
-    def warm_up(self) -> dict:
+    def warm_up(self) -> None:
         """One call on old inputs, so that no timed call waits for memory, nor for addresses that the GPU forgot while
         others had their turn."""
         self._timed_call()
         self.wait()
-        said, self.said = self.said, []
-        return {"switched": [*dict.fromkeys(said), *self.switches.put_back()]}
 
     def time(self, flushes: int, seed: int, waits: float | None = None) -> dict:
         """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against.
@@ -411,7 +430,6 @@ class Contender:
 
         On a GPU all is queued behind the flush. On a CPU the judge has flushed the cache.
         """
-        self.said += self.switches.put_back()
         for mine, x in zip(tensors_of([self.inputs, self.incoming]), tensors_of(self.given)):
             if mine is not x:
                 mine.data.copy_(x)
@@ -463,42 +481,6 @@ class Contender:
             if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
                 answer.copy_(leaf)
         self.wait()
-
-
-def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) -> list:
-    """Of each set of inputs the answer, of many calls, that is the least like the first, so that a race shows.
-
-    `at_once`: the sets are asked for at the same time, each by a thread of its own.
-    """
-    own = partial(tree_map_only, torch.Tensor, torch.clone)
-    with torch.no_grad():
-        first = [own(call(*own(inputs))) for inputs in sets]
-    found, most = list(first), [0.0] * len(sets)
-    start = threading.Barrier(len(sets))
-
-    def again(i: int) -> None:
-        switches.put_back()  # some are a thread's own; they are told when the next request begins
-        with torch.no_grad():
-            start.wait()
-            now = call(*own(sets[i]))
-        distance = apart(*map(plain_tensors, (now, first[i])))
-        if distance > most[i]:
-            found[i], most[i] = now, distance
-
-    begin = perf_counter()
-    with ThreadPoolExecutor(len(sets)) as pool:
-        for _ in range(MOST_REPEATS):
-            if at_once:
-                list(pool.map(again, range(len(sets))))
-            else:
-                again(0)
-            if perf_counter() - begin > REPEAT_SECONDS:
-                break
-    return found
-
-
-def plain_tensors(tree) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(tree) if type(x) is torch.Tensor]
 
 
 def captured(module, *inputs):
@@ -559,7 +541,8 @@ def serve(role: str, device: str, pipe) -> None:
                     reply["kind"] = "crashed"
                     pipe.send_bytes(json.dumps(reply | {"switched": []}).encode())
                     os._exit(1)
-            reply = {"switched": []} | reply
+            contender.put_back()  # before the next answer and the next timing
+            reply["switched"], contender.said = [*dict.fromkeys(contender.said)], []
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             pipe.send_bytes(json.dumps(reply).encode())
 
