@@ -7,11 +7,11 @@
 
 Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times,
 errors and reasons; in the end a table of all. On a terminal the last line says what is being done.
-wrong: other numbers, a hidden or impossible time, a crash or a hang. right: the numbers hold and
-are timed, but it is no drop-in, for the reasons given. drop-in: right, and in all else that the
-judge asks it behaves as the Model does.
+wrong: its numbers are wrong, its time is hidden or impossible, it crashes or it hangs. right: the
+numbers are right and timed, but it is no drop-in, for the reasons given. drop-in: right, and it
+behaves as the Model does in all else that the judge asks.
 Exit codes: 0 if all are what --require asks for (default: drop-in; right when you give two files),
-1 if not, 2 usage, 3 if one did not build (whatever the others did), 4 if the judge itself failed.
+1 if not, 2 usage, 3 if one did not build, 4 if the judge itself failed.
 """
 
 from __future__ import annotations
