@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from cases import ROOT
@@ -136,7 +137,9 @@ def test_ctrl_c_ends_in_one_line_and_progress_is_one_line(seen):
     judged, terminal = pty.openpty()
     command = [sys.executable, "harness.py", "--device", "cpu", "--baselines", "eager"]
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=os.environ | {"TERM": "xterm"}, **streams)
+    obey = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    own = {"start_new_session": True, "preexec_fn": obey, "env": os.environ | {"TERM": "xterm"}}
+    process = subprocess.Popen(command, cwd=ROOT, **own, **streams)
     os.close(terminal)
     printed, deadline = b"", time.monotonic() + 120
     time.sleep(1)  # until python itself has started
