@@ -178,9 +178,11 @@ def apart(now, first) -> float:
     return max((float(distance(a.double(), b.double()).max()) for a, b in pairs), default=0.0)
 
 
-def least_like_first(call: Callable[[], Sequence], seconds: float) -> Sequence:
+def least_like_first(call: Callable[[], Sequence], seconds: float, first: Sequence | None = None) -> Sequence:
     """Of many answers the one that is the least like the first, so that a race shows; the second, if all are alike."""
-    first, found, most, begin = call(), call(), 0.0, time.perf_counter()
+    first = call() if first is None else first
+    found, begin = call(), time.perf_counter()
+    most = apart(found, first)
     for _ in range(MOST_REPEATS):
         if time.perf_counter() - begin > seconds:
             break
