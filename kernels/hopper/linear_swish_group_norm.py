@@ -108,8 +108,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // So for each 64 of K a consumer starts its accumulators at zero, adds hi lo' and lo hi' first, while the accumulators
 // are small, then hi hi'. Then it adds the accumulators to other registers by float32 additions, which round (Ootomo
 // and Yokota, arXiv 2203.03341). What is left: x W^T is too near 0, by 0.75 * 2^-23 of itself on average, as measured
-// for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated there. In
-// linear_swish_group_norm the activation stands between h and the norm, so no one factor could.)
+// for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated there.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
@@ -119,10 +118,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
 //
-// A tile is kTileRows rows (those of x) by kTileColumns columns (W's rows) of the output. `multiply` runs one block on
-// each multiprocessor. Block i computes tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage
-// s holds one line of each row of x and of W that the tile needs. Slot t holds 64 x 64 sums over all of K, which are
-// still scaled. `full`, `empty`, `ready` and `taken` are mbarriers:
+// A tile is kTileRows x kTileColumns of the output. `multiply` runs one block on each multiprocessor. Block i computes
+// tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one line of each row of x and
+// of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
 //
 //     warpgroup   role        waits for    does                                                           signals
 //     3           producer    empty[s]     one thread starts TMA copies of a line of x and W to stage s   full[s]
@@ -171,9 +169,8 @@ struct ThreeProducts {
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kLineK = kLine / kPieces;  // values in a line
     static constexpr int kTileRows = 128;  // of x
-    // A stage has 32 KiB: a line of 128 rows of each operand. sum_products unrolls its loop over the stages, which
-    // saves 1 to 4% of the time. So a tile takes a multiple of four lines: TMA fills those beyond the end of K with
-    // zeros.
+    // A stage has 32 KiB: a line of 128 rows of each operand. The loop over the stages is unrolled: 1 to 4% less time.
+    // So a tile takes a multiple of four lines: TMA fills those beyond the end of K with zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarse = 0x1p-2f;  // see Range
