@@ -8,22 +8,25 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 `ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_usual` (layers without hooks, an eps of at
 least 1e-6), `_is_light` and `fits`. Our kernels take:
 
-    NVIDIA GPU      compute capability 7.5 or newer; 3x3 and 1x1 convolutions of at most 32 input channels, or 16 if x
-                    has a 16-bit type; float32, float16, bfloat16, autocast; with gradients or without
+    NVIDIA GPU      compute capability 7.5 or newer; float32, float16, bfloat16, autocast; with gradients or without
     CPU, float32    without gradients; images of 128 pixels or more
     CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32
 
-PyTorch's operators do the rest, as fast as eager. So compile the module for more input channels: there torch.compile is
-up to four times as fast as eager on a GPU. If gradients are wanted on a CPU that has no instructions for x's 16-bit
-type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
+PyTorch's operators do the rest, as fast as eager. If gradients are wanted on a CPU that has no instructions for x's
+16-bit type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
 
-The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or twice if it
-needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions (compute capability 8.0,
-9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other GPUs uses FMA. If gradients
-are wanted, the forward saves x, the parameters, mean and rstd. The backward computes h again, then the gradients. Our
-kernels compute W's gradient where they use tensor cores, for at most 8 input and 128 output channels; in float32 it is
-more accurate than PyTorch's. They compute x's gradient for 3x3 convolutions of at least 4 input channels. ATen computes
-the gradients that they do not. Our kernels' results are the same bits each time.
+On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolutions of at most 32 input channels, or
+16 if x has a 16-bit type. For others cuDNN computes h, without the bias, and x's and W's gradients; our kernels read h
+and do what follows, in place of five operators.
+
+The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or h once;
+twice if it needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions (compute
+capability 8.0, 9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other GPUs uses
+FMA. If gradients are wanted, the forward saves x or cuDNN's h, the parameters, mean and rstd. From x the backward
+computes h again. Of a convolution that is ours our kernels compute W's gradient where they use tensor cores, for at
+most 8 input and 128 output channels; in float32 it is more accurate than PyTorch's. They compute x's gradient for 3x3
+convolutions of at least 4 input channels. ATen computes the gradients that they do not. Our kernels' results are the
+same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile;
@@ -118,6 +121,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // around it. Its weights are W, rotated by 180 degrees, with input and output channels exchanged. So in that direction
 // the code's `x` is dh, and its `out_channels` are x's channels.
 //
+// If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of h, which PyTorch
+// has computed. Python decides this by the number of channels: with many of them cuDNN convolves faster than we do.
+//
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
 // of another sample. It publishes a tile, then waits for that tile's sample. Of all samples that blocks wait for, let s
@@ -189,6 +195,7 @@ enum Mode { kWait, kSums, kFinish };
 struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group. mean + mean_lo has about 48 bits
 
 struct Arguments {  // T, here and below, is the type of x and the parameters
+    // If in_channels is 0, x is the convolution's output without its bias, (samples, out_channels, rows, columns).
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* done;  // (samples, kCounterStep): tiles that have published; zeros before the launch
@@ -350,8 +357,8 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 // all other cases it is called `raw`, and receive_x converts it to a second copy, `x`: floats or, with tensor cores,
 // what `multiply` reads. Then copy_x can fill `raw` with the next stage while the block convolves `x`.
 
-__device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) {
-    return min(p.stage, p.in_channels - first);
+__device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
+    return min(p.stage, p.in_channels - first_in);
 }
 
 // By a block. A pack is PACK neighbouring columns. Distributes the packs of `channels` channels among the threads, and
@@ -379,15 +386,15 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
         ++line;
     }
 }
-// By a block: copies what the tile needs of a stage's channels, from `first` on, to shared memory, and writes zeros for
-// pixels outside x. From compute capability 8.0 on it uses cp.async and does not wait; but cp.async copies 4 bytes or
-// more, so 16-bit values of an odd width are stored one by one. With tensor cores a lambda call copies all channels.
+// By a block: copies what the tile needs of a stage's channels, from `first_in` on, to shared memory, and writes zeros
+// for pixels outside x. From compute capability 8.0 on it uses cp.async and does not wait; but cp.async copies at least
+// 4 bytes, so 16-bit values of an odd width are stored one by one. With tensor cores a lambda call copies all channels.
 template <typename T, int PACK>
-__device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first, T* to) {
+__device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first_in, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
     const int64_t plane = int64_t(p.height) * p.width;
-    const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first) * plane;
-    const int channels = channels_of_stage(p, first);
+    const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first_in) * plane;
+    const int channels = channels_of_stage(p, first_in);
     for_each_pack<PACK>(p, kTensor ? 1 : channels, [&](int first_channel, int line, int column) {
         const int row = tile.row - p.pad + line, image_column = tile.column - p.pad + column;
         const bool inside = unsigned(row) < unsigned(p.height) && unsigned(image_column) < unsigned(p.width);
@@ -425,7 +432,7 @@ __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
 }
 // The power of two which, times `largest`, is at least 2^13 and less than 2^14 (see `multiply`); 2^126 at most, so that
 // its inverse is a normal number. NaN if `largest` is infinite.
-__device__ __forceinline__ float scale_for(float largest) {
+__device__ __forceinline__ float power_for(float largest) {
     constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // biased exponents; 14 gives 2^126
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
     return exponent < kInfinite ? __uint_as_float((kBias + 13 - exponent + kBias) << 23) : NAN;
@@ -451,16 +458,17 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
 // floats; with them 16-bit values as they are, float32 values as two pieces. Returns x's unit, see `multiply`. In the
 // backward, with tensor cores, also writes channel_largest and x_unit. Has a __syncthreads if kTensor and T is float.
 template <typename T, int PACK, Direction DIRECTION>
-__device__ __forceinline__ float receive_packs(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
+__device__ __forceinline__ float receive_packs(
+    const Arguments& p, int first_in, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
-    const int channels = channels_of_stage(p, first), channel_pixels = p.lines * kPitch;
+    const int channels = channels_of_stage(p, first_in), channel_pixels = p.lines * kPitch;
     float unit = 1;
     if constexpr (kTensor) {
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * channel_pixels + pixel)
                                 : Pack<T, PACK>();
         };
-        float scale = 1, largest[kStage] = {};  // a power of two; the largest |x| per channel (backward) or of all
+        float power = 1, largest[kStage] = {};  // a power of two; the largest |x| per channel (backward) or of all
         if constexpr (kPieces<T> == 2 || DIRECTION == kBackward) {
             for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
 #pragma unroll
@@ -478,8 +486,8 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
             float of_all = 0;
 #pragma unroll
             for (int c = 0; c < kStage; ++c) of_all = fmaxf(of_all, largest[c]);
-            scale = scale_for(largest_of_block(of_all, shared));
-            unit = inverse_of_power(scale);
+            power = power_for(largest_of_block(of_all, shared));
+            unit = inverse_of_power(power);
         }
         if constexpr (DIRECTION == kBackward) {
 #pragma unroll
@@ -498,7 +506,7 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
 #pragma unroll
                 for (int i = 0; i < PACK; ++i) {
                     if constexpr (kPieces<T> == 1) pieces[0][i].values[c] = pack.values[i];
-                    else split(pack.values[i] * scale, pieces[0][i].values[c], pieces[1][i].values[c]);
+                    else split(pack.values[i] * power, pieces[0][i].values[c], pieces[1][i].values[c]);
                 }
             }
 #pragma unroll
@@ -518,14 +526,14 @@ __device__ __forceinline__ float receive_packs(const Arguments& p, int first, co
 }
 // copy_x and receive_x take pairs of columns if the width is even, because then all pairs are aligned.
 template <typename T>
-__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* raw) {
-    if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first, raw);
-    else copy_packs<T, 1>(p, tile, first, raw);
+__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in, T* raw) {
+    if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, raw);
+    else copy_packs<T, 1>(p, tile, first_in, raw);
 }
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ float receive_x(const Arguments& p, int first, const T* raw, float* x, Shared& shared) {
-    return p.width % 2 == 0 ? receive_packs<T, 2, DIRECTION>(p, first, raw, x, shared)
-                            : receive_packs<T, 1, DIRECTION>(p, first, raw, x, shared);
+__device__ __forceinline__ float receive_x(const Arguments& p, int first_in, const T* raw, float* x, Shared& shared) {
+    return p.width % 2 == 0 ? receive_packs<T, 2, DIRECTION>(p, first_in, raw, x, shared)
+                            : receive_packs<T, 1, DIRECTION>(p, first_in, raw, x, shared);
 }
 
 // The weight of output channel o, input channel `in` and a tap. For the gradient of x o is one of W's input channels,
@@ -537,12 +545,21 @@ __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, in
                                                    : (int64_t(o) * p.in_channels + in) * taps + tap;
     return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[at]) : 0.0f;
 }
-// By a block, for a tile whose first output channel is `channel`: loads the weights of a stage's input channels, from
-// `first` on, as (in, tap, out) or, with tensor cores, as `multiply` reads them; and the channels' parameters. Returns
-// the weights' unit, see `multiply`. Contains a __syncthreads if kTensor and T is float.
+// By a block, for a tile whose first output channel is `channel`: loads the channels' parameters.
+template <typename T>
+__device__ __forceinline__ void load_parameters(const Arguments& p, int channel, Shared& shared) {
+    const auto at = [](const void* values, int64_t i) { return to_float(static_cast<const T*>(values)[i]); };
+    const int i = int(read_thread()), o = channel + i;
+    if (i >= p.outs || o >= p.out_channels) return;
+    shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
+}
+// By a block, for such a tile: loads the weights of a stage's input channels, from `first_in` on, as (in, tap, out) or,
+// with tensor cores, as `multiply` reads them; and the channels' parameters. Returns the weights' unit, see `multiply`.
+// Contains a __syncthreads if kTensor and T is float.
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ float load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
-    const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first);
+__device__ __forceinline__ float load_weights(
+    const Arguments& p, int channel, int first_in, float* to, Shared& shared) {
+    const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first_in);
     float unit = 1;
     if constexpr (kTensor) {
         const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
@@ -551,15 +568,15 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % steps * 2 + i / 2 % 2;
             const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
-            return tap < taps ? weight_of<T, DIRECTION>(p, o, first + lane % 4 * 2 + k, tap) : 0.0f;
+            return tap < taps ? weight_of<T, DIRECTION>(p, o, first_in + lane % 4 * 2 + k, tap) : 0.0f;
         };
-        float scale = 1;
+        float power = 1;
         if constexpr (kPieces<T> == 2) {
             float largest = 0;
             for (int i = int(read_thread()); i < 2 * pairs; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
-            scale = scale_for(largest_of_block(largest, shared));
-            unit = inverse_of_power(scale);
+            power = power_for(largest_of_block(largest, shared));
+            unit = inverse_of_power(power);
         }
         for (int i = int(read_thread()); i < pairs; i += kThreads) {
             const int at = i / 128 * 128 * kPieces<T> + i % 128;
@@ -567,7 +584,7 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 if constexpr (kPieces<T> == 1) pieces[0].values[k] = from_float<T>(load(i, k));
-                else split(load(i, k) * scale, pieces[0].values[k], pieces[1].values[k]);
+                else split(load(i, k) * power, pieces[0].values[k], pieces[1].values[k]);
             }
 #pragma unroll
             for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece<T>, 2>*>(to)[at + n * 128] = pieces[n];
@@ -575,13 +592,10 @@ __device__ __forceinline__ float load_weights(const Arguments& p, int channel, i
     } else {
         for (int i = int(read_thread()); i < channels * taps * p.outs; i += kThreads) {
             const int in = i / p.outs / taps, tap = i / p.outs % taps;
-            to[i] = weight_of<T, DIRECTION>(p, channel + i % p.outs, first + in, tap);
+            to[i] = weight_of<T, DIRECTION>(p, channel + i % p.outs, first_in + in, tap);
         }
     }
-    const auto at = [](const void* values, int64_t i) { return to_float(static_cast<const T*>(values)[i]); };
-    const int i = int(read_thread()), o = channel + i;
-    if (DIRECTION == kInputGradient || i >= p.outs || o >= p.out_channels) return unit;
-    shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
+    if (DIRECTION != kInputGradient) load_parameters<T>(p, channel, shared);
     return unit;
 }
 
@@ -666,8 +680,8 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 //
 // A float32 number has 24 significant bits, a float16 has 11. So a float32 v is split into two float16 numbers, its
 // pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Let hi and lo be x's pieces, hi' and lo' the
-// weight w's. Then x w is about hi hi' + hi lo' + lo hi': three products. In each step the accumulators `part` start at
-// zero, mma adds the two products that contain a lo, then hi hi', and fmaf adds `part` to `sum`, with rounding.
+// weight w's. Then x w is about hi hi' + hi lo' + lo hi': three products. In each step `products` starts
+// at zero, mma adds the two products that contain a lo, then hi hi', and fmaf adds `products` to `sum`, with rounding.
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So receive_x first scales x: it multiplies the x of each stage of a
 // tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
@@ -696,50 +710,50 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
     // the same pixels; or, in 16 bits (kCount 1), x of the next eight pixels: then the weights' `lo` below is not used.
     x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
-    // The warp has 16 times eight pixels. The loop over the steps multiplies kTiles of the 16, and is repeated until
-    // all are done. With two pieces kTiles is four: with 16 nvcc makes each mma wait for the one before it.
-    constexpr int kTiles = kCount == 1 ? 16 : 4;
+    // The warp has 16 times eight pixels. The loop over the steps multiplies kAtOnce of the 16, and is repeated until
+    // all are done. With two pieces kAtOnce is four: with 16 nvcc makes each mma wait for the one before it.
+    constexpr int kAtOnce = kCount == 1 ? 16 : 4;
 #pragma unroll
-    for (int j = 0; j < kPixels / 2; j += kTiles) {
+    for (int j = 0; j < kPixels / 2; j += kAtOnce) {
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             const uint4 hi = weights[step * kCount * 32], lo = weights[step * kCount * 32 + (kCount - 1) * 32];
             const uint32_t at = x + offsets[2 * step];
-            uint32_t b[kTiles][2 * kCount];
-            float part[kTiles][4];
+            uint32_t b[kAtOnce][2 * kCount];
+            float products[kAtOnce][4];
 #pragma unroll
-            for (int t = 0; t < kTiles; t += 3 - kCount) {  // an ldmatrix loads 8 pixels of two pieces, or 16 of one
+            for (int t = 0; t < kAtOnce; t += 3 - kCount) {  // an ldmatrix loads 8 pixels of two pieces, or 16 of one
                 uint32_t four[4];
                 load_matrices<false>(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) b[t + i / (2 * kCount)][i % (2 * kCount)] = four[i];
             }
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
+            for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) part[t][i] = kCount == 2 ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
+                for (int i = 0; i < 4; ++i) products[t][i] = kCount == 2 ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
             }
             if (kCount == 2) {
 #pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma<T>(part[t], lo, b[t][0], b[t][1]);
+                for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], lo, b[t][0], b[t][1]);
 #pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma<T>(part[t], hi, b[t][2 * kCount - 2], b[t][2 * kCount - 1]);
+                for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], hi, b[t][2 * kCount - 2], b[t][2 * kCount - 1]);
             }
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) mma<T>(part[t], hi, b[t][0], b[t][1]);
+            for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], hi, b[t][0], b[t][1]);
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
+            for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& total = sum[i / 2][2 * (j + t) + i % 2];
-                    total = kCount == 2 ? fmaf(part[t][i], unit, total) : part[t][i];
+                    total = kCount == 2 ? fmaf(products[t][i], unit, total) : products[t][i];
                 }
             }
         }
     }
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. In float32 with tensor cores scale_for is NaN for an infinite x or weight, and the whole
+// - one of them is not finite. In float32 with tensor cores power_for is NaN for an infinite x or weight, and the whole
 //   stage is multiplied by it. In 16 bits the weight of a tap that does not exist is 0 (9 taps are 5 steps of two), and
 //   an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around dh is NaN.
 //   This function multiplies nothing outside x, and no tap that does not exist.
@@ -1109,14 +1123,16 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// By a block, before it convolves: prefetches the tile's g into L2. Without this the backward takes 1.03 times as long.
-template <typename T> __device__ __forceinline__ void prefetch_gradients(const Arguments& p, const Tile& tile) {
+// By a block: prefetches a tile's g, or the h that PyTorch has computed, from `images` into L2. Without this the
+// backward takes 1.03 times as long, and a forward that loads h of 16 bits 1.03 to 1.07 times.
+template <typename T>
+__device__ __forceinline__ void prefetch(const Arguments& p, const Tile& tile, const void* images) {
     const int last = min(kColumns, p.columns - tile.column) - 1;
     for (int i = read_thread(); i < p.outs * p.tile_rows; i += kThreads) {
         const int c = tile.channel + i / p.tile_rows, row = tile.row + i % p.tile_rows;
         if (c >= p.out_channels || row >= p.rows) continue;
         const int64_t line = (int64_t(tile.sample) * p.out_channels + c) * p.rows + row;
-        const T* const from = static_cast<const T*>(p.grad) + line * p.columns + tile.column;
+        const T* const from = static_cast<const T*>(images) + line * p.columns + tile.column;
         asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
         asm volatile("prefetch.global.L2 [%0];" : : "l"(from + last));
     }
@@ -1262,7 +1278,7 @@ __device__ __forceinline__ void add_weight_gradient(
     }
     const bool faint = kCount == 2 && largest_x > 0 && largest_x < shared.x_unit * kLeast;
     bool accurate = largest_x < INFINITY && !faint;
-    float scales[kChannels] = {1, 1};
+    float powers[kChannels] = {1, 1};
     if constexpr (kCount == 2) {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
@@ -1272,8 +1288,8 @@ __device__ __forceinline__ void add_weight_gradient(
             for (int distance = 2; distance > 0; distance /= 2) {
                 largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
             }
-            scales[o] = scale_for(largest);
-            accurate &= scales[o] == scales[o];  // it is NaN if dh is infinite
+            powers[o] = power_for(largest);
+            accurate &= powers[o] == powers[o];  // it is NaN if dh is infinite
         }
     }
     if (!__all_sync(~0u, accurate)) return add_weight_gradient_in_float<T>(p, tile);
@@ -1281,7 +1297,7 @@ __device__ __forceinline__ void add_weight_gradient(
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
         const int o = i % 2, pixel = i / 2 * 2;
-        const float v = dh[o][pixel] * scales[o], w = dh[o][pixel + 1] * scales[o];
+        const float v = dh[o][pixel] * powers[o], w = dh[o][pixel + 1] * powers[o];
         if constexpr (kCount == 2) {
             split(v, w, a[0][i / 4][i % 4], a[1][i / 4][i % 4]);
         } else {
@@ -1299,7 +1315,7 @@ __device__ __forceinline__ void add_weight_gradient(
         for (int i = 0; i < 4; ++i) before[i] = slot[i / 2 * kChannelStep * kStage + i % 2];
 #pragma unroll
         for (int row = 0; row < kRows; row += kAtOnce) {
-            float part[kAtOnce][4] = {};
+            float products[kAtOnce][4] = {};
 #pragma unroll
             for (int of_x = kCount - 1; of_x >= 0; --of_x) {  // x's pieces: lo, then hi
                 uint32_t b[kAtOnce][4];  // 32 pixels of each row
@@ -1314,16 +1330,16 @@ __device__ __forceinline__ void add_weight_gradient(
                     for (int i = 0; i < kAtOnce * kPairs; i += 2) {
                         const int k = i / 2 % kAtOnce, pair = i / 2 / kAtOnce * 2;
                         const auto& v = a[of_dh][((row + k) * kPairs + pair) / 2];
-                        mma<T>(part[k], {v[0], v[1], v[2], v[3]}, b[k][pair], b[k][pair + 1]);
+                        mma<T>(products[k], {v[0], v[1], v[2], v[3]}, b[k][pair], b[k][pair + 1]);
                     }
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 4 * kAtOnce; ++i) total[i % 4] += part[i / 4][i % 4];
+            for (int i = 0; i < 4 * kAtOnce; ++i) total[i % 4] += products[i / 4][i % 4];
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float unit = shared.x_unit * inverse_of_power(scales[i / 2]);
+            const float unit = shared.x_unit * inverse_of_power(powers[i / 2]);
             slot[i / 2 * kChannelStep * kStage + i % 2] = fmaf(total[i], unit, before[i]);
         }
     }
@@ -1338,6 +1354,16 @@ __device__ __forceinline__ void publish_gradients(
     channel_sum(p, tile, 3, lane) = all.y * rstd;
 }
 
+// By a thread: loads its part of the convolution's output, which PyTorch has computed.
+template <typename T>
+__device__ __forceinline__ void load_convolved(const Arguments& p, const Tile& tile, float (&h)[kChannels][kPixels]) {
+    const Pixels pixels(p, tile);
+#pragma unroll
+    for (int i = 0; i < kValues; i += kChunk) {
+        auto& to = reinterpret_cast<float (&)[kChunk]>(h[i / kPixels][i % kPixels]);
+        load_pixels(static_cast<const T*>(p.x), pixels, i / kPixels, i % kPixels, to);
+    }
+}
 // Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
 // there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (0 times an infinite scale would be NaN.)
 template <Direction DIRECTION>
@@ -1403,26 +1429,31 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
     for (int buffer = 0; shared.tiles[buffer].item < p.items; buffer = advance(buffer)) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
-        if (DIRECTION == kBackward) { prefetch_gradients<T>(p, tile); }
+        if (DIRECTION == kBackward) prefetch<T>(p, tile, p.grad);
         float h[kChannels][kPixels] = {};
         float largest_unit = 0;  // of the tile's stages
-        for (int first = 0; first < p.in_channels; first += p.stage) {
-            float* const of_stage = p.weight_sets > 0 ? weights + first / p.stage * p.weight_floats : weights;
-            if (first > 0 || p.weight_sets == 0) __syncthreads();
-            if (first > 0 && !kRaw) copy_x<T>(p, tile, first, raw);
-            float unit = p.weight_sets > 0 ? shared.weight_units[first / p.stage]
-                                           : load_weights<T, DIRECTION>(p, tile.channel, first, of_stage, shared);
+        for (int first_in = 0; first_in < p.in_channels; first_in += p.stage) {
+            float* const of_stage = p.weight_sets > 0 ? weights + first_in / p.stage * p.weight_floats : weights;
+            if (first_in > 0 || p.weight_sets == 0) __syncthreads();
+            if (first_in > 0 && !kRaw) copy_x<T>(p, tile, first_in, raw);
+            float unit = p.weight_sets > 0 ? shared.weight_units[first_in / p.stage]
+                                           : load_weights<T, DIRECTION>(p, tile.channel, first_in, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // load_weights and receive_x use shared.largest
-            unit *= receive_x<T, DIRECTION>(p, first, raw, x, shared);
+            unit *= receive_x<T, DIRECTION>(p, first_in, raw, x, shared);
             // With largest_unit in a register a kernel takes 0.98 times as long. The backward has no register left.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
-            else if (read_thread() == 0) shared.largest_unit = first == 0 ? unit : fmaxf(shared.largest_unit, unit);
-            if (first + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first + p.stage, raw);
+            else if (read_thread() == 0) shared.largest_unit = first_in == 0 ? unit : fmaxf(shared.largest_unit, unit);
+            if (first_in + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first_in + p.stage, raw);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first), unit, h);
+            convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first_in), unit, h);
         }
         if (read_thread() == 0) next.set(p, tile.item + gridDim.x);
-        if constexpr (kTensor || DIRECTION == kInputGradient) {
+        if (DIRECTION != kInputGradient && p.in_channels == 0) {
+            __syncthreads();  // before this, warps read the parameters of the tile before
+            load_parameters<T>(p, tile.channel, shared);
+            load_convolved<T>(p, tile, h);
+            __syncthreads();
+        } else if constexpr (kTensor || DIRECTION == kInputGradient) {
             recompute_in_float<T, DIRECTION>(
                 p, tile, shared, DIRECTION == kBackward ? shared.largest_unit : largest_unit, h);
         }
@@ -1440,7 +1471,8 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         }
         __syncthreads();
         if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
-        if (next.item < p.items) copy_x<T>(p, next, 0, raw);  // copies while the other blocks publish
+        if (next.item < p.items && p.in_channels == 0) prefetch<T>(p, next, p.x);
+        else if (next.item < p.items) copy_x<T>(p, next, 0, raw);  // copies while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
@@ -1531,7 +1563,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         const int raw = tensor || sizeof(T) == 2 ? stage * channel_pixels : 0;
         return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
     };
-    int bytes = bytes_of(tensor ? kStage : std::min(kStage, p.in_channels));
+    int bytes = bytes_of(tensor ? kStage : std::clamp(p.in_channels, 1, kStage));
     // Each block also has `Shared`, and 1 KiB that CUDA reserves.
     while (!tensor && p.stage > 1 && kBlocks * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
         bytes = bytes_of(p.stage / 2);
@@ -1630,7 +1662,8 @@ namespace {
 using at::Tensor;
 using Tensors = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-// `parameters`, always of x's dtype, are the convolution's weight and bias, bias, scale, and norm's weight and bias.
+// `parameters`, always of x's dtype, are the convolution's weight and bias, bias, scale, and norm's weight and bias. A
+// weight of (out_channels, 0, 1, 1) says that x is the convolution's output without its bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
 // The output, and the Statistics of each group of each sample: mean, mean_lo, rstd.
@@ -1978,7 +2011,7 @@ void check(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorS
 Tensors launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
     const Tensor& grad, bool needs_weight) {
     const Tensor& weight = parameters[kWeight];
-    const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
+    const int64_t sizes[] = {x.size(0), weight.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
         weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type()), 0};
     int64_t bytes, rows, weight_shape[4] = {};
     check(conv_sizes(sizes, &bytes, &rows, needs_weight ? weight_shape : nullptr));
@@ -2030,6 +2063,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
             aten_weight = false;
         }
     }
+    if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, sums, grad_weight};  // x is h
     const Tensor weight = parameters[kWeight].to(dtype).contiguous();
     const bool aten_x = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // where cuDNN is as fast as we are
     if (needs_x && !aten_x) {
@@ -2188,12 +2222,17 @@ def _check_activation() -> None:
 _check_activation()
 
 
-def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
-    """The Model's lines, as a function of its tensors."""
-    h = _activate(torch.conv2d(x, conv_weight, conv_bias), bias, scale)
+def _behind(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+    """The Model's lines behind the convolution, as a function of its tensors."""
+    h = _activate(h, bias, scale)
     # nn.functional's raises an error for groups of one value, as the Model does, but takes 4 us more than torch's.
     group_norm = nn.functional.group_norm if h.numel() == groups else torch.group_norm
     return group_norm(h, groups, weight, group_bias, eps)
+
+
+def _plain(x, conv_weight, conv_bias, *others) -> torch.Tensor:
+    """The Model's lines; `others` as _behind has them."""
+    return _behind(torch.conv2d(x, conv_weight, conv_bias), *others)
 
 
 def _is_image(t: torch.Tensor) -> bool:
@@ -2236,10 +2275,15 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if x.is_cpu:
         return True
-    most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN is faster
-    # The kernel counts tiles in 32 bits: 2**39 values fill 2**25 tiles, 2**30 channels of one pixel take 2**30 at most.
-    small = samples * channels * rows * columns < 2**39 and samples * channels < 2**30 and height * width < 2**31
-    return (high, wide) in ((1, 1), (3, 3)) and ins <= most and small
+    # The kernel counts tiles, of 16 channels x 16 rows x 32 columns or larger, in 32 bits.
+    tiles = samples * ((channels + 15) // 16) * ((rows + 15) // 16) * ((columns + 31) // 32)
+    return tiles < 2**30 and height * width < 2**31
+
+
+def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether our operators compute the convolution, too. On a GPU cuDNN is faster with more input channels."""
+    _, ins, high, wide = weight.shape
+    return x.is_cpu or (high, wide) in ((1, 1), (3, 3)) and ins <= (32 if x.dtype == torch.float32 else 16)
 
 
 def recorded(tensors: tuple) -> bool:
@@ -2248,7 +2292,10 @@ def recorded(tensors: tuple) -> bool:
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
-    """The whole network. The forward saves its inputs and the groups' statistics; the backward computes h again."""
+    """The whole network or, if the weight has no input channels, what follows the convolution, whose output x then is.
+
+    The forward saves its inputs and the groups' statistics; the backward computes h again, unless it is x.
+    """
 
     @staticmethod
     def forward(ctx, groups, eps, x, *parameters):
@@ -2265,7 +2312,9 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: computed by what PyTorch can differentiate again
             # Views, so that a tensor which was computed from another of them does not add to that one's gradient.
             tensors = [t.view_as(t) for t in tensors]
-            out = _plain(*tensors, ctx.groups, ctx.eps)
+            x, weight, conv_bias, *others = tensors
+            h = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
+            out = _behind(h, *others, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
@@ -2282,6 +2331,9 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
 def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
     dtype, device = tensors[0].dtype, tensors[0].device.type
+    if not _convolves(*tensors[:2]):  # a weight without input channels tells our operators that x is h
+        h, weight = torch.conv2d(*tensors[:2]), tensors[1]
+        tensors = (h, weight.new_empty((weight.shape[0], 0, 1, 1)), *tensors[2:])
     if torch.is_autocast_enabled(device):  # the Model returns float32 there
         tensors, dtype = tuple(t.float() for t in tensors), torch.float32
     if not recorded(tensors):

@@ -25,7 +25,7 @@ scale_shape = (out_channels, 1, 1)
 
 on_cpu = dict(batch_size=4, height=128, width=128)  # the harness's sizes on a CPU
 
-# Other shapes, for the harness's --sweep: few and many samples, channels, groups, small and large images, 1x1 kernels.
+# Other shapes, for the harness's --sweep: few and many samples, channels, groups, small and large images, 1x1 and 5x5 kernels.
 sweep = [
     dict(
         batch_size=batch, in_channels=ins, out_channels=outs, kernel_size=kernel, num_groups=groups,
@@ -36,7 +36,7 @@ sweep = [
         (1, 8, 32, 3, 8, 64), (1, 8, 32, 3, 8, 256), (8, 8, 32, 3, 8, 256), (32, 8, 32, 3, 8, 256),
         (128, 8, 32, 3, 8, 256), (1024, 3, 16, 3, 4, 32), (256, 3, 32, 3, 8, 64), (256, 8, 32, 1, 8, 128),
         (64, 16, 64, 3, 8, 128), (32, 32, 64, 3, 16, 128), (16, 64, 128, 3, 32, 112), (64, 64, 128, 1, 1, 56),
-        (8, 8, 32, 3, 8, 1024), (2, 3, 64, 3, 4, 2048),
+        (8, 8, 32, 3, 8, 1024), (2, 3, 64, 3, 4, 2048), (64, 8, 32, 5, 8, 128),
     )
 ]  # fmt: skip
 

@@ -42,6 +42,8 @@ SHAPES = for_each_file(
         case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
         case("40 channels to 75, and pixels by eights", 2, 40, 29, 66, 3, 15, 5),
         case("1x1 kernels of an odd size", 2, 20, 57, 59, 1, 4, 6),
+        case("5x5 kernels", 2, 8, 37, 70, 5, 8, 4),
+        case("a group of 96 channels from 40, in more tiles than run at once", 1, 40, 400, 515, 3, 1, 96),
         case("groups that two tiles of channels share", 2, 20, 29, 66, 3, 15, 5),
         case("one group of 96 channels, in more tiles than run at once", 1, 3, 400, 516, 3, 1, 96),
     ]

@@ -72,7 +72,7 @@ KERNELS = [
     (SWISH, "v.dim() != 1 or v.shape[0] != n for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "not _is_plain(norm, nn.GroupNorm) or", "", "dropin"),
     (CONV, "== ((1, 1), (0, 0), (1, 1), 1)", "== (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
-    (CONV, "    h = _activate(torch.conv2d(x", "    h = torch.tanh(torch.conv2d(x", "gradients"),
+    (CONV, "    h = _activate(h, bias, scale)", "    h = torch.tanh(_activate(h, bias, scale))", "gradients"),
     (CONV, "not _is_image(x) or not _is_image(weight)", "not _is_image(x)", "forward"),
     (CONV, "h, groups, parameters[kGamma],", "h, groups, parameters[kBias].flatten(),", "convolution_on_cpu"),
     (CONV, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
@@ -107,6 +107,7 @@ CUDA = [
     (HOPPER + SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
     (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
+    (CONV, "load_convolved<T>(p, tile, h);", "", "convolution"),
     (HOPPER + CONV, "values[c] = rest_of(values[c]);", "values[c] = values[c];", "convolution"),
     (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
