@@ -16,17 +16,17 @@ PyTorch's operators do the rest, as fast as eager. If gradients are wanted on a 
 16-bit type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
 
 On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolutions of at most 32 input channels, or
-16 if x has a 16-bit type. For others cuDNN computes h, without the bias, and x's and W's gradients; our kernels read h
-and do what follows, in place of five operators.
+16 if x has a 16-bit type. For others cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels
+read conv2d(x, W) and do the rest.
 
-The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or h once;
-twice if it needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions (compute
-capability 8.0, 9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other GPUs uses
-FMA. If gradients are wanted, the forward saves x or cuDNN's h, the parameters, mean and rstd. From x the backward
-computes h again. Of a convolution that is ours our kernels compute W's gradient where they use tensor cores, for at
-most 8 input and 128 output channels; in float32 it is more accurate than PyTorch's. They compute x's gradient for 3x3
-convolutions of at least 4 input channels. ATen computes the gradients that they do not. Our kernels' results are the
-same bits each time.
+The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or cuDNN's
+result once; twice if it needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions
+(compute capability 8.0, 9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other
+GPUs uses FMA. If gradients are wanted, the forward saves its input, the parameters, mean and rstd. The backward
+computes h again. Where our kernels convolve on tensor cores, they also compute W's gradient, for at most 8 input and
+128 output channels; in float32 it is more accurate than PyTorch's. Where they convolve, they compute x's gradient for
+3x3 convolutions of at least 4 input channels. ATen computes the other gradients of the convolution. Our kernels'
+results are the same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile;
@@ -108,8 +108,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // loads a stage, which is at most 8 input channels, into shared memory, adds their products with the weights to the
 // sums in registers, and goes on with the next stage. Then it adds up what the statistics need, and publishes these
 // sums: it writes them to global memory. It waits until all tiles of the sample are published, and then computes its
-// output from the values in its registers. So it writes its output once. It reads its part of x once, for all of its
-// output channels, and with it the pixels around the tile that the convolution needs.
+// output from the values in its registers; the backward reads g a second time. So a block writes its output once. It
+// reads its part of x once, for all of its output channels, and with it the pixels around the tile that the convolution
+// needs.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
@@ -121,8 +122,8 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // around it. Its weights are W, rotated by 180 degrees, with input and output channels exchanged. So in that direction
 // the code's `x` is dh, and its `out_channels` are x's channels.
 //
-// If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of h, which PyTorch
-// has computed. Python decides this by the number of channels: with many of them cuDNN convolves faster than we do.
+// If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of conv(x), which
+// PyTorch has computed. `_convolves` in the Python below decides this: with many input channels cuDNN is faster.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
@@ -212,7 +213,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
     int outs_log2;  // outs = 2^outs_log2: shifts are much faster than divisions
     int lines;  // of each channel of x in shared memory
-    int tiles, items;  // tiles of a sample; tiles of all samples
+    int tiles, all_tiles;  // tiles of a sample, of all samples
     int parts;  // channel tiles that have channels of the same group, at most
     int x_floats, weight_floats;  // floats of shared memory for a stage's x, and for its weights
     // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. If 0, each
@@ -223,13 +224,13 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     double per_value;  // 1 / the number of values of a group
 };
 
-// A tile's number among those of all samples (`item`), its first pixel and channel, and that channel's group.
+// A tile's number among those of all samples, its first pixel and channel, and that channel's group.
 struct Tile {
-    int item, sample, pixel_tile, channel, group, row, column;
-    __device__ __forceinline__ void set(const Arguments& p, int number) {
-        const int tile = number % p.tiles;
-        item = number;
-        sample = number / p.tiles;
+    int number, sample, pixel_tile, channel, group, row, column;
+    __device__ __forceinline__ void set(const Arguments& p, int of_all) {
+        const int tile = of_all % p.tiles;
+        number = of_all;
+        sample = of_all / p.tiles;
         pixel_tile = tile / p.channel_tiles;
         channel = tile % p.channel_tiles * p.outs;
         group = channel / p.group_channels;
@@ -254,7 +255,7 @@ struct Shared {
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
     int offsets[kMostTaps + 1];  // see `multiply`
     float largest[kWarps];  // of a warp's values, in largest_of_block
-    float weight_units[kMostSets];  // the unit of each stage's weights, see `multiply`
+    float weight_units[kMostSets];  // the unit of each stage's weights, see Pieces
     float largest_unit;  // backward: the largest unit of the tile's stages, for `recompute_in_float`
     float x_unit;  // backward: the unit of the last stage's x, for `add_weight_gradient`
     float channel_largest[kWarps][kStage];  // backward: of the x that the warp received, the largest |x| per channel
@@ -356,6 +357,23 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 // (channel, line, column); lines are kPitch apart. In float32 without tensor cores the block convolves this copy. In
 // all other cases it is called `raw`, and receive_x converts it to a second copy, `x`: floats or, with tensor cores,
 // what `multiply` reads. Then copy_x can fill `raw` with the next stage while the block convolves `x`.
+//
+// Pieces. Tensor cores multiply a 16-bit number as it is. A float32 number has 24 significant bits, a float16 has 11.
+// So a float32 v is split into two float16 numbers, its pieces: hi is the float16 nearest to v, lo the one nearest to v
+// - hi. Let hi and lo be x's pieces, hi' and lo' the weight w's. Then x w is about hi hi' + hi lo' + lo hi': three
+// products.
+//
+// A float16 is a multiple of 2^-24, and below 2^16. So receive_x first scales x: it multiplies the x of each stage of a
+// tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
+// each stage's weights. x's unit and the weights' unit are the inverses of these powers; `unit` is the product of both.
+// So x w is `unit` times the product of the scaled x and the scaled w.
+//
+// A product of scaled numbers has two errors. One is relative, below 2^-21, and like float32's own: leaving out lo lo'
+// costs up to 2^-22, rounding each lo 2^-23. (For random numbers the median is 2^-25.) The other is absolute. lo is a
+// multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other
+// factor is below 2^14. So the product is wrong by up to 2^-11, and a stage of 8 channels and 9 taps adds to h an error
+// of at most 72 * 2^-11 < 0.04 times `unit`; for random numbers at most about 0.001 times `unit`. Where this might
+// change z, `recompute_in_float` computes h again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
     return min(p.stage, p.in_channels - first_in);
@@ -410,7 +428,6 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
     });
     __pipeline_commit();
 }
-// Tensor cores multiply a 16-bit number as it is, and a float32 number as two pieces, see `multiply`.
 template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
@@ -430,7 +447,7 @@ __device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
     for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared.largest[warp]);
     return value;
 }
-// The power of two which, times `largest`, is at least 2^13 and less than 2^14 (see `multiply`); 2^126 at most, so that
+// The power of two which, times `largest`, is at least 2^13 and less than 2^14 (see Pieces); 2^126 at most, so that
 // its inverse is a normal number. NaN if `largest` is infinite.
 __device__ __forceinline__ float power_for(float largest) {
     constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // biased exponents; 14 gives 2^126
@@ -455,7 +472,7 @@ __device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& 
 }
 
 // By a block: each thread waits for its own cp.async copies and stores them to x: without tensor cores 16-bit values as
-// floats; with them 16-bit values as they are, float32 values as two pieces. Returns x's unit, see `multiply`. In the
+// floats; with them 16-bit values as they are, float32 values as two pieces. Returns x's unit, see Pieces. In the
 // backward, with tensor cores, also writes channel_largest and x_unit. Has a __syncthreads if kTensor and T is float.
 template <typename T, int PACK, Direction DIRECTION>
 __device__ __forceinline__ float receive_packs(
@@ -524,7 +541,7 @@ __device__ __forceinline__ float receive_packs(
     }
     return unit;
 }
-// copy_x and receive_x take pairs of columns if the width is even, because then all pairs are aligned.
+// copy_x and receive_x take pairs of columns if the width is even: then all pairs are aligned, as p.pad is 0 or 2.
 template <typename T>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in, T* raw) {
     if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, raw);
@@ -554,7 +571,7 @@ __device__ __forceinline__ void load_parameters(const Arguments& p, int channel,
     shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
 }
 // By a block, for such a tile: loads the weights of a stage's input channels, from `first_in` on, as (in, tap, out) or,
-// with tensor cores, as `multiply` reads them; and the channels' parameters. Returns the weights' unit, see `multiply`.
+// with tensor cores, as `multiply` reads them; and the channels' parameters. Returns the weights' unit, see Pieces.
 // Contains a __syncthreads if kTensor and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
@@ -676,24 +693,8 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // is two taps of kStage channels: mma's k = 16. In each step the warp loads the weights of its 16 output channels from
 // shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and multiplies. Tensor
 // cores multiply 16-bit numbers exactly, and add up the products in float32, but truncate the sums. With 16-bit types,
-// mma adds the products to `sum` itself.
-//
-// A float32 number has 24 significant bits, a float16 has 11. So a float32 v is split into two float16 numbers, its
-// pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. Let hi and lo be x's pieces, hi' and lo' the
-// weight w's. Then x w is about hi hi' + hi lo' + lo hi': three products. In each step `products` starts
-// at zero, mma adds the two products that contain a lo, then hi hi', and fmaf adds `products` to `sum`, with rounding.
-//
-// A float16 is a multiple of 2^-24, and below 2^16. So receive_x first scales x: it multiplies the x of each stage of a
-// tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
-// each stage's weights. x's unit and the weights' unit are the inverses of these powers; `unit` is the product of both.
-// So x w is `unit` times the product of the scaled x and the scaled w.
-//
-// A product of scaled numbers has two errors. One is relative, below 2^-21, and like float32's own: leaving out lo lo'
-// costs up to 2^-22, rounding each lo 2^-23. (For random numbers the median is 2^-25.) The other is absolute. lo is a
-// multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other
-// factor is below 2^14. So the product is wrong by up to 2^-11, and a stage of 8 channels and 9 taps adds to h an error
-// of at most 72 * 2^-11 < 0.04 times `unit`; for random numbers it is about 0.001 times `unit`. Where this might change
-// z, `recompute_in_float` computes h again.
+// mma adds the products to `sum` itself. With float32 numbers, `products` starts at zero in each step, mma adds the two
+// products that contain a lo, then hi hi', and fmaf adds `products` to `sum`, with rounding.
 //
 //     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
 //     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
@@ -758,10 +759,10 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 //   an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around dh is NaN.
 //   This function multiplies nothing outside x, and no tap that does not exist.
 // - `unit`, the largest of the tile's stages, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with
-//   tensor cores. At this limit a stage's error in h, of at most 0.04 `unit` (see `multiply`), makes an error of z = h
-//   scale of at most 2^-21 (for random numbers about 2^-27), whatever the activation. float32 itself rounds a z of 1 by
+//   tensor cores. At this limit a stage's error in h, of at most 0.04 `unit` (see Pieces), makes an error of z = h
+//   scale of at most 2^-21 (for random numbers 2^-27), whatever the activation. float32 itself rounds a z of 1 by
 //   up to 2^-24. Above the limit the largest |x|, times the largest |weight|, times |scale| if that is above 1, exceeds
-//   2^26 kUnitLimit = 2^9. This is rare, because one such product alone saturates a sigmoid.
+//   2^26 kUnitLimit = 2^9. A usual network's products are far smaller.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnitLimit = 1.0f / (1 << 17);
 template <typename T, Direction DIRECTION>
@@ -769,7 +770,7 @@ __device__ __forceinline__ void recompute_in_float(
     const Arguments& p, const Tile& tile, const Shared& shared, float unit, float (&h)[kChannels][kPixels]) {
     constexpr bool padded = DIRECTION == kInputGradient;
     const Fragment fragment(p);
-    float zeros[4] = {};  // 0, or NaN if a value is not finite. Four independent sums: one takes four times as long
+    float zeros[4] = {};  // 0, or NaN if a value is not finite. Four sums: in one, each fmaf waits for the last
 #pragma unroll
     for (int i = 0; i < kValues; ++i) zeros[i % 4] = fmaf(h[i / kPixels][i % kPixels], 0.0f, zeros[i % 4]);
     bool accurate = zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0;
@@ -840,8 +841,9 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; all further sums are in double. The
-// order of additions is fixed, so results are the same bits each time.
+// Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; these sums are added up in double.
+// (W's gradient is added up otherwise, see there.) The order of additions is fixed: results are the same bits each
+// time.
 
 // A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
 // The sums of g are EXACT: their total is beta's gradient, which may be near zero although the terms are not. Its terms
@@ -1033,8 +1035,9 @@ __device__ __forceinline__ void sum_values(
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
         // The anchor is the median of three pixels of the first lane that has the channel. No two of them depend on the
-        // same pixel of x, so one infinity in x makes at most one of them infinite or NaN. If the second or the third
-        // is outside the output, the anchor is the first. If that is outside too, sums_of_channel omits this warp.
+        // same pixel of x, so one huge pixel of x, which saturates v near it, does not make the anchor an outlier. If
+        // the second or the third is outside the output, the anchor is the first. If that is outside too,
+        // sums_of_channel omits this warp.
         const float first = v[o][0];
         const float second = three ? v[o][kSecond] : first;
         const float third = three ? v[o][kThird] : first;
@@ -1055,7 +1058,7 @@ __device__ __forceinline__ void sum_values(
     keep_sums<false>(sums, anchors, shared, warp);
 }
 // By a warp, with tensor cores: computes the output of its 16 channels, row by row, in its part of the row buffer, and
-// copies each row to `out`. So a store writes 128 contiguous bytes of a channel, not 32 or, in 16 bits, 64, not 16.
+// copies each row to `out`. So a store writes 128 contiguous bytes of a channel, not 32; in 16 bits 64, not 16.
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
     const Pixels& pixels, const Shared& shared, float* row_buffer) {
@@ -1212,14 +1215,14 @@ __device__ __forceinline__ void write_gradients(
 // ldmatrix loads B, transposed, from the convolution's `x` in shared memory, from offsets[tap] on. `x` must have all
 // input channels, so there is one stage, of at most 8. Outside the output dh is 0, and adds nothing.
 //
-// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as in `multiply`. Let D be a channel's
+// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as above. Let D be a channel's
 // largest |dh| in the warp, X the tile's largest |x| of channel c. The warp scales each channel of dh, so that its D is
 // at least 2^13 and less than 2^14. receive_x has scaled x, but all channels alike. If the scaled X is at least 2^-3,
 // the error of a product is, to first order, at most
 //
 //     |dh x| 2^-21   +   |x| 2^-38 D   +   |dh| 2^-22 X
 //
-// The first term is that of `multiply`. In the others dh's lo, or x's lo, is wrong by up to 2^-25: at most 2^-38 of the
+// The first term is that of Pieces. In the others dh's lo, or x's lo, is wrong by up to 2^-25: at most 2^-38 of the
 // scaled D, or 2^-22 of the scaled X. If X is smaller, the warp calls add_weight_gradient_in_float. It also does so if
 // x or, with pieces, dh is infinite: an infinite x times the zero dh of a pixel outside the output is NaN, in any type.
 // (A NaN in x makes all of the sample's dh NaN, and so W's gradient, as in PyTorch.)
@@ -1354,20 +1357,24 @@ __device__ __forceinline__ void publish_gradients(
     channel_sum(p, tile, 3, lane) = all.y * rstd;
 }
 
-// By a thread: loads its part of the convolution's output, which PyTorch has computed.
+// By a block, in place of a convolution: loads its channels' parameters and, by each thread, its values of conv(x).
 template <typename T>
-__device__ __forceinline__ void load_convolved(const Arguments& p, const Tile& tile, float (&h)[kChannels][kPixels]) {
+__device__ __forceinline__ void load_convolved(
+    const Arguments& p, const Tile& tile, Shared& shared, float (&h)[kChannels][kPixels]) {
+    load_parameters<T>(p, tile.channel, shared);
     const Pixels pixels(p, tile);
 #pragma unroll
     for (int i = 0; i < kValues; i += kChunk) {
         auto& to = reinterpret_cast<float (&)[kChunk]>(h[i / kPixels][i % kPixels]);
         load_pixels(static_cast<const T*>(p.x), pixels, i / kPixels, i % kPixels, to);
     }
+    __syncthreads();
 }
 // Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
-// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (0 times an infinite scale would be NaN.)
+// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (Why not 0: 0 times an infinite scale is
+// NaN.)
 template <Direction DIRECTION>
-__device__ __forceinline__ void add_bias(
+__device__ __forceinline__ void finish_h(
     const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
     const Fragment fragment(p);
 #pragma unroll
@@ -1426,7 +1433,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
     }
     __syncthreads();
 #pragma unroll 1
-    for (int buffer = 0; shared.tiles[buffer].item < p.items; buffer = advance(buffer)) {
+    for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer = advance(buffer)) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
         if (DIRECTION == kBackward) prefetch<T>(p, tile, p.grad);
@@ -1440,30 +1447,28 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
                                            : load_weights<T, DIRECTION>(p, tile.channel, first_in, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // load_weights and receive_x use shared.largest
             unit *= receive_x<T, DIRECTION>(p, first_in, raw, x, shared);
-            // With largest_unit in a register a kernel takes 0.98 times as long. The backward has no register left.
+            // In shared memory largest_unit costs 1.02 times as long, but the backward has no register left.
             if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
             else if (read_thread() == 0) shared.largest_unit = first_in == 0 ? unit : fmaxf(shared.largest_unit, unit);
             if (first_in + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first_in + p.stage, raw);
             __syncthreads();
             convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first_in), unit, h);
         }
-        if (read_thread() == 0) next.set(p, tile.item + gridDim.x);
+        if (p.in_channels == 0) __syncthreads();  // until here, warps may read the last tile and its parameters
+        if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.in_channels == 0) {
-            __syncthreads();  // before this, warps read the parameters of the tile before
-            load_parameters<T>(p, tile.channel, shared);
-            load_convolved<T>(p, tile, h);
-            __syncthreads();
+            load_convolved<T>(p, tile, shared, h);
         } else if constexpr (kTensor || DIRECTION == kInputGradient) {
             recompute_in_float<T, DIRECTION>(
                 p, tile, shared, DIRECTION == kBackward ? shared.largest_unit : largest_unit, h);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
-            if (next.item < p.items) copy_x<T>(p, next, 0, raw);
+            if (next.number < p.all_tiles) copy_x<T>(p, next, 0, raw);
             write_values<T>(p, tile, h, shared, x);
             continue;
         }
-        add_bias<DIRECTION>(p, tile, shared, h);
+        finish_h<DIRECTION>(p, tile, shared, h);
         if (p.mode != kFinish) {
             const Pixels pixels(p, tile);
             if (DIRECTION == kBackward) sum_gradients<T>(p, tile, h, pixels, shared, warp());
@@ -1471,8 +1476,8 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         }
         __syncthreads();
         if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
-        if (next.item < p.items && p.in_channels == 0) prefetch<T>(p, next, p.x);
-        else if (next.item < p.items) copy_x<T>(p, next, 0, raw);  // copies while the other blocks publish
+        if (next.number < p.all_tiles && p.in_channels == 0) prefetch<T>(p, next, p.x);
+        else if (next.number < p.all_tiles) copy_x<T>(p, next, 0, raw);  // copies while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
@@ -1515,7 +1520,7 @@ static Arguments plan(const int64_t* sizes) {
     p.column_tiles = (p.columns + kColumns - 1) / kColumns;
     p.pixel_tiles = (p.rows + p.tile_rows - 1) / p.tile_rows * p.column_tiles;
     p.tiles = p.pixel_tiles * p.channel_tiles;
-    p.items = p.samples * p.tiles;
+    p.all_tiles = p.samples * p.tiles;
     return p;
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStep * sizeof(unsigned); }
@@ -1535,7 +1540,7 @@ extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, i
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
     const bool ours = uses_tensor_cores(attributes.ptxVersion) && p.in_channels <= kStage && p.channel_tiles <= 4;
-    weight_shape[0] = ours ? std::min(kBlocks * sms, p.items) * (kWarps * 16 / p.outs) : 0;
+    weight_shape[0] = ours ? std::min(kBlocks * sms, p.all_tiles) * (kWarps * 16 / p.outs) : 0;
     weight_shape[1] = p.kernel * p.kernel;
     weight_shape[2] = p.channel_tiles * p.outs;
     weight_shape[3] = kStage;
@@ -1577,15 +1582,16 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
     }
     if (error != cudaSuccess) return error;
-    int grid = std::min(std::min(resident, kBlocks) * sms, p.items);
+    int grid = std::min(std::min(resident, kBlocks) * sms, p.all_tiles);
     if (DIRECTION == kInputGradient) {
         p.mode = kFinish;
         kernel<<<grid, kThreads, bytes, stream>>>(p);
         return cudaGetLastError();
     }
     if (grid >= p.tiles) {
-        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. In any other grid some blocks wait for
-        // blocks that compute tiles of the same sample a round later, and the kernel takes 1.03 times as long.
+        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. In any other grid some samples have
+        // tiles that blocks compute first and tiles that blocks compute second: the former wait long, and the kernel
+        // takes 1.03 times as long.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
         p.mode = kWait;
@@ -2222,7 +2228,7 @@ def _check_activation() -> None:
 _check_activation()
 
 
-def _behind(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+def _after_conv(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
     """The Model's lines behind the convolution, as a function of its tensors."""
     h = _activate(h, bias, scale)
     # nn.functional's raises an error for groups of one value, as the Model does, but takes 4 us more than torch's.
@@ -2231,8 +2237,8 @@ def _behind(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torc
 
 
 def _plain(x, conv_weight, conv_bias, *others) -> torch.Tensor:
-    """The Model's lines; `others` as _behind has them."""
-    return _behind(torch.conv2d(x, conv_weight, conv_bias), *others)
+    """The Model's lines; `others` as _after_conv has them."""
+    return _after_conv(torch.conv2d(x, conv_weight, conv_bias), *others)
 
 
 def _is_image(t: torch.Tensor) -> bool:
@@ -2242,7 +2248,7 @@ def _is_image(t: torch.Tensor) -> bool:
 
 
 def fits(tensors: tuple, groups: int) -> bool:
-    """Whether our kernels take the network's tensors: x, then the parameters in the operators' order."""
+    """Whether `_fast` takes the network's tensors: x, then the parameters in the operators' order."""
     x, weight, conv_bias, bias, scale, gamma, beta = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -2281,7 +2287,7 @@ def fits(tensors: tuple, groups: int) -> bool:
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether our operators compute the convolution, too. On a GPU cuDNN is faster with more input channels."""
+    """Whether our operators convolve, too. On a GPU cuDNN does larger kernels, and more input channels, faster."""
     _, ins, high, wide = weight.shape
     return x.is_cpu or (high, wide) in ((1, 1), (3, 3)) and ins <= (32 if x.dtype == torch.float32 else 16)
 
@@ -2292,7 +2298,7 @@ def recorded(tensors: tuple) -> bool:
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
-    """The whole network or, if the weight has no input channels, what follows the convolution, whose output x then is.
+    """The whole network. If the weight has no input channels, x is the convolution's output, and this is the rest.
 
     The forward saves its inputs and the groups' statistics; the backward computes h again, unless it is x.
     """
@@ -2314,7 +2320,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             tensors = [t.view_as(t) for t in tensors]
             x, weight, conv_bias, *others = tensors
             h = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
-            out = _behind(h, *others, ctx.groups, ctx.eps)
+            out = _after_conv(h, *others, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
@@ -2370,7 +2376,7 @@ class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
-    torch.export exports our operator under torch.no_grad; else, on a CPU, the Model's layers, which PT2E can quantize.
+    torch.export exports our operator; with gradients, on a CPU, the Model's layers, which PT2E can quantize.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):

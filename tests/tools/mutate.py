@@ -107,7 +107,7 @@ CUDA = [
     (HOPPER + SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
     (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
-    (CONV, "load_convolved<T>(p, tile, h);", "", "convolution"),
+    (CONV, "load_convolved<T>(p, tile, shared, h);", "", "convolution"),
     (HOPPER + CONV, "values[c] = rest_of(values[c]);", "values[c] = values[c];", "convolution"),
     (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
