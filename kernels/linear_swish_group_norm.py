@@ -26,14 +26,13 @@ biases, gamma and beta. Then dX = G W and dW = G^T x: as three fp16 products if 
 large, else by cuBLAS.
 
 On a CPU, threads finish the groups of PyTorch's product; 16-bit inputs are computed in float32 where that is faster.
-Read "The groups" first, from `activation` to `finish_group`, and "The product" when you want to know how x W^T is
-computed.
+In the source read "The groups" first, far down, from `activation` to `finish_group`, and "The product" when you want to
+know how x W^T is computed.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.24 ms, 3.67x
-eager, with backward 7.68 ms, 3.01x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.57 ms, 4.9x. GPUs that are not in
-`_BY_PIECES`, such as those of 8.6, get cuBLAS's float32 product. With that an earlier version took 5.9 ms in float32 on
-an H200, 1.4x eager.
+eager, with backward 7.68 ms, 3.01x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.57 ms, 4.9x. GPUs not in `_BY_PIECES`, such
+as compute capability 8.6, get cuBLAS's float32 product: 5.9 ms on an H200 in an earlier version, 1.4x eager.
 """
 
 import contextlib
@@ -68,11 +67,11 @@ CUDA_SOURCE = r"""
 //     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
 //
-// lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, C's value is off by at most
-// (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have different signs. float32
-// arithmetic rounds the sum after each of K additions, by up to 2^-24 of it. Its bound is K 2^-24 S, at least 16 times
-// as large, since K is 128 or more (`_is_large`). On the GPUs where this is used (`_BY_PIECES`), tensor cores multiply
-// fp16 7 or 16 times as fast as SGEMM, cuBLAS's float32 product, multiplies float32.
+// lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, splitting and dropping change C's
+// value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
+// different signs. SGEMM, cuBLAS's float32 product, rounds its sum after each of K additions, by up to 2^-24 of it: by
+// up to K 2^-24 S in all, at least 16 times 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs in `_BY_PIECES`
+// tensor cores multiply fp16 7 or 16 times as fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales, called `unscale`.
@@ -81,27 +80,27 @@ CUDA_SOURCE = r"""
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
-// the sum. After every 32 of K it adds the accumulator to the sum, in float32 with rounding, and restarts at zero; from
-// K = 1024 on after every 64, and from 4096 on after every 128, since SGEMM's errors grow with K as well. (With 64 in
-// place of 32 the product would take 9% less time, and with 128 in place of 64 4% less. But then its errors could be
-// 1.2 times SGEMM's.)
+// the sum. After every 32 of K it adds the accumulator, times `unscale` of A's row, to the sum, in float32 with
+// rounding, and restarts at zero; from K = 1024 on after every 64, and from 4096 on after every 128, since SGEMM's
+// errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64
+// 4% less. But then its errors could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. Below 2^-14 fp16 numbers are 2^-24 apart, so a hi or lo of that size is off by up to 2^-25.
-//   - Of a scaled value of 2^-2 or more that is at most 2^-23, no more than lo may be off anyway. A smaller value other
-//     than 0, which is below 2^-16 of its row's largest, is called coarse.
-//   - A coarse value is multiplied by one below 2^15. So if two rows have c coarse values between them, their errors
-//     change the sum by less than c 2^-25 2^15 = c 2^-10. If the sum's magnitude is at least c 2^14, that is less than
-//     the 2^-24 of it that float32 may lose in one rounding.
-//   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum smaller in
-//     magnitude than its two rows' doubts together is doubtful, and the epilogue computes it again, in float32 from x
-//     and W. That happens to some 3 of 10^6 sums of normal random operands at K = 8192, and to fewer at smaller K or of
-//     uniform ones (an estimate).
+// Doubt. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
+//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than the 2^-23 of the
+//     value by which its hi and lo may err anyway.
+//   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
+//     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
+//   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, that is c * 2^-10 or more, and
+//     the coarse values do no harm.
+//   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `doubt`. If |sum| is
+//     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
+//     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a larger one, of which a finite value is 2^75 or more, has infinite doubt: all its
-//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, which are
-//     0 or NaN, never are. (An infinity makes NaN, as its lo is inf - inf. After the norm it would be NaN anyway.)
+//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0 or NaN,
+//     are never computed again. (An infinity makes NaN, as its lo is inf - inf. After the norm it would be NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -110,13 +109,13 @@ CUDA_SOURCE = r"""
 //                | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
-// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Its errors
-// are larger, so less doubt would do.)
+// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
+// 11 bits loses more, so smaller doubts would do: see Range in hopper/.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
 // tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L of each row is multiplied,
-// lines L + 1 and L + 2 arrive.
+// lines L + 1 and L + 2 arrive. Line L + 3 follows as soon as all warps have read L.
 //
 // Swizzle. ldmatrix reads one 16-byte chunk of each of eight rows at once. A row of a stage has 128 bytes, which is all
 // 32 banks of shared memory. If chunk c were at the same place in all rows, the eight would lie in the same four banks
@@ -129,15 +128,15 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0
 //
-// MN-major. The gradients are products C = A B instead. B is (K, n), and a line holds 32 columns of one of its rows. A
-// stage then holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first line 0 of all 32
-// rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
+// MN-major (B's neighbours in memory have one k). The gradients are C = A B, and B is (K, n): a line holds 32 columns
+// of one of its rows. A stage holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first
+// line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
 
 constexpr int kLine = 64;  // fp16 numbers in a line: 128 bytes
 constexpr int kLineBytes = kLine * 2;
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
-constexpr int kStages = 3;  // two blocks' take 144 KiB, and an SM of 8.0 has 164 (4 take 2% more time, H200)
+constexpr int kStages = 3;  // two blocks take 144 KiB of compute capability 8.0's 164 (4 take 2% more time, H200)
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
 constexpr int kBand = 16;  // rows of tiles in a band (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
 constexpr int kScaleLines = 4;  // in the gradients these lines of a row of A, 128 of K, have a scale of their own
@@ -200,7 +199,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
     const float* const values = row < m ? x + row * k : w + (row - m) * k;
     __half* const row_pieces = pieces + row * pitch;
-    const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);
+    const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);  // filled: k in whole lines
     const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
@@ -285,7 +284,7 @@ struct Operand {
 template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kThreads / 8;
     const Operand &a, &b;
-    int tile_row, tile_column, n, lines, first;
+    int tile_row, tile_column, n, lines, first;  // first: the first of this thread's rows of a stage
     uint32_t to;
     const __half *from_a, *from_b;
     __device__ __forceinline__ Copies(
@@ -316,17 +315,17 @@ template <bool MN_MAJOR> struct Copies {
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
-// Loads a quarter from a stage, as operands of mma. to[i] has the warp's rows of A, or columns of B, 16 i to 16 i + 15.
-// `from` is where this lane points ldmatrix for i = 0 and quarter 0:
+// Loads a quarter from a stage, as operands of mma. to[i] has the warp's rows of A or, for B, its columns of C: those
+// from 16 i to 16 i + 15. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or a
-// column of B. MN-major, it is a row of B: then K picks the row, and to[i] is half i % 2 of the hi, or the lo, in the
-// warp's line i / 2. A chunk q places further on in its row is at `from` ^ 16 q, as that commutes with the swizzle:
-// (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. It needs stages that begin at multiples of 128 bytes.
+// Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
+// B (a column of C). MN-major, it is one k of 32 columns: K picks the row, and to[i] is half i % 2 of the hi, or the
+// lo, in the warp's line i / 2. Chunk c at `from` is 0 or 1, so chunk c + q with an even q is c ^ q. It is at `from` ^
+// 16 q: (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -346,9 +345,9 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTile
 }
 // A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. A row's accumulators of `interval`
-// lines, the first of which is `line`, times unscale[line / kScaleLines * unscale_pitch + row], are added to its sums.
-// (With unscale_pitch 0 a row has one scale. The scales of B's rows are left to the epilogue.) At the end each thread
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
+// from `line` on, are multiplied by unscale[line / kScaleLines * unscale_pitch + A's row] and added to the sums. (With
+// unscale_pitch 0 a row of A has one scale. The scales of B's rows are left to the epilogue.) At the end each thread
 // calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is C[row + 8 i][column_of(column, j)], which may
 // be outside C. Four neighbouring lanes have 64 columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
@@ -360,8 +359,8 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     extern __shared__ __align__(128) unsigned char stages[];
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    // Blocks take the tiles of a band, kBand rows of tiles, column by column. So L2 still holds the band's rows of A,
-    // and the column's of B, when the next tile needs them.
+    // Blocks compute the tiles of a band, kBand rows of tiles, column by column. So L2 still holds the band's rows of
+    // A, and the column's of B, when the next tile needs them.
     const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
     const int first_band_row = blockIdx.x / (kBand * across) * kBand, in_band = blockIdx.x % (kBand * across);
     const int height = min(kBand, down - first_band_row);
@@ -387,7 +386,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     float sum[4][16] = {};
     int line = 0;
     do {
-        float acc[kRowTiles][kColumnTiles][4] = {}, scale[4];
+        float acc[kRowTiles][kColumnTiles][4] = {}, scale[4];  // scale: `unscale` of four rows of A
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = min(tile_row + warp_row + i * 8 + lane / 4, a.rows - 1);
@@ -396,8 +395,8 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
         const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
-        // A tensor core drops what lies below the accumulator's last bit. So the small products come first, before
-        // hi0 hi0 makes the accumulator larger. Loads are issued before the multiply_add that they overlap.
+        // A tensor core drops what lies below the accumulator's last bit. So the small products come first: in the
+        // first line after a restart the accumulator is still small. Loads come before the multiply_add they overlap.
         for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
             load_a(0, stage, 0);
@@ -411,8 +410,8 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
             multiply_add(acc, slot_a[2], slot_b[1]);
             multiply_add(acc, slot_a[1], slot_b[2]);
             // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
-            // all warps have read this line's stage, which copies.start overwrites. (The last round's loads from `next`
-            // get old numbers, which are not used.)
+            // copies.start may overwrite this line's stage: all warps have read it, as the last two multiply_adds read
+            // registers alone. (The last round's loads from `next` get old numbers, which are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
             copies.start(line + kStages);
@@ -760,7 +759,7 @@ template <typename T> __global__ void __launch_bounds__(256)
 template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T, 4>& h, const Pack<T, 4>& grad,
     const Pack<T, 4>& bias, const Pack<T, 4>& gamma, int lanes, float eps, float (&g)[4], float (&sums)[4][4]) {
     const float share = 1.0f / (4 * lanes);
-    float z[4], rstd, shift, of_d = 0, of_dz = 0;
+    float z[4], rstd, shift, of_d = 0, of_dz = 0;  // of_d and of_dz: first the sums of d and d z, then their means
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i] = activation(to_float(h.value[i])) + to_float(bias.value[i]);
     center_group(z, lanes, eps, rstd, shift);
@@ -778,7 +777,7 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
     of_dz = reduce(of_dz, lanes, Sum()) * share;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float of_v = rstd * (g[i] - of_d - z[i] * of_dz);
+        const float of_v = rstd * (g[i] - of_d - z[i] * of_dz);  // G_v
         g[i] = of_v * activation_slope(to_float(h.value[i]));
         sums[0][i] += g[i];
         sums[1][i] += of_v;
@@ -786,7 +785,7 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
 }
 // A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns. The block writes G to g,
 // and the four sums over its rows to partials[blockIdx.x][4][n].
-constexpr int kRowsOfSums = 128;  // a block's rows: of a column there are 4 partial sums for 128 values of G
+constexpr int kRowsOfSums = 128;  // a block's rows: for 128 values of a column it stores 4 partial sums
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
     int rows, int n, int lanes, float eps, T* __restrict__ g) {
@@ -1235,8 +1234,8 @@ _operators = getattr(torch.ops, NAMESPACE)
 # conversions included. float16 layers are computed in float32 there, too.
 _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
 # The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
-# product: 8.0, 9.0, 10.0 and 10.3. There one fp16 product by mma.sync is 16 (8.0) or 7 times as fast as SGEMM. It is 2
-# to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, which has no cp.async.
+# product: compute capability 8.0, 9.0, 10.0 and 10.3. There one fp16 product by mma.sync is 16 (8.0) or 7 times as fast
+# as SGEMM. It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
 _BY_PIECES = {
     gpu
     for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)

@@ -11,9 +11,9 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 There are two paths, and `_fits` chooses one. The fast path is the operator below. It takes plain 2-D x and vectors of
 one value a feature, all of float32, float16 or bfloat16; groups of 64 features, products of at least 2^30
 multiplications (`_product_fits`), and with gradients at most 8192 features; no hooks, autocast or transforms. The
-product runs on the 16-bit tensor cores. A float32 product is three fp16 products, with the accuracy of float32, or one
-where TF32 is allowed. 16-bit types take one product. Its epilogue does the rest of the forward. The plain path, for
-everything else, is the Model's own layers.
+product runs on the 16-bit tensor cores: for float32 as three fp16 products, with the accuracy of float32, or as one
+where TF32 is allowed; for 16-bit types as one. Its epilogue does the rest of the forward. The plain path is the Model's
+own layers. Read the table of roles first, then Range, then `sum_products`.
 
 At the benchmark shape, 32768 x 1024 to 4096, the product is 275 GFLOP. For float32 it is done three times in fp16: 1.1
 ms at 750 TFLOP/s, about cuBLAS's rate in fp16 (tests/tools/product_rate.py measures both). Before it, split_rows reads
@@ -93,9 +93,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // ThreeProducts: float32, with errors below those of cuBLAS's float32 product. split_rows multiplies each row of x and
 // of W by its scale, the power of two that brings its largest value to [2^14, 2^15). (fp16 rounds values of 65520 and
-// more, which is just below 2^16, to infinity.) Then it stores each scaled value v as two fp16 numbers, its pieces: hi
-// is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11 significant bits, so |lo| <= 2^-11 |v|, and hi +
-// lo differs from v by at most 2^-23 |v|. The tensor cores compute, of
+// more to infinity.) Then it stores each scaled value v as two fp16 numbers, its pieces: hi is v rounded to fp16 and lo
+// is v - hi rounded to fp16. For v in [1, 2), say, |lo| <= 2^-11, and fp16 numbers below that are at most 2^-22 apart.
+// So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. The tensor cores compute, of
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
@@ -129,9 +129,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     2           finisher    ready[t]     loads the sums of slot t to registers                          taken[t]
 //                                          multiplies them by the inverse scales, stores the epilogue's output
 //
-// So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another. The
-// consumers fill the slots in turn, and the finisher empties them in the same order. A tile takes the next four slots
-// of the ring or, with OneProduct, the next eight:
+// So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another, where
+// ready and taken are what full and empty are for stages. The consumers fill the slots in turn, and the finisher
+// empties them in the same order. A tile fills the next four slots of the ring or, with OneProduct, the next eight:
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
@@ -143,13 +143,13 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     lo, which err by up to 2^-23 of the value, and below 2^-14 with hi alone, which errs by up to 2^-11 of the value.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If the sum is c * 2^14
-//     or more (with hi alone c * 2), that is c * 2^-10 or more, and the coarse values do no harm.
-//   - So split_rows counts each row's coarse values and stores that number times 2^14 (or 2) as the row's `doubt`. If a
-//     sum is below the doubts of its two rows added up, the finisher computes it again in float32, from x and W. That
-//     happens to some three of 10^6 sums of normally distributed operands at K = 8192, and to fewer at smaller K. (An
+//   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If |sum| is c * 2^14 or
+//     more (with hi alone c * 2), that is c * 2^-10 or more, and the coarse values do no harm.
+//   - So split_rows counts each row's coarse values and stores that number times 2^14 (or 2) as the row's `doubt`. If
+//     |sum| is below the doubts of its two rows added up, the finisher computes it again in float32, from x and W. That
+//     happens to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
 //     estimate: at K = 8192 such scaled sums have a standard deviation of about 2^31.5, and a row has 0.3 coarse
-//     values. The share of sums below two doubts is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
+//     values. The share of doubtful sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 //
 // To change the tile. Its columns, 128, are the n of the instruction m64n128k16. (Another n needs another list of
@@ -159,7 +159,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 constexpr int kTileColumns = 128;
 constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and wgmma
-// The tiles of a band, 2048 rows of x, are taken column by column, so that L2 holds the band's pieces (8 MB for
+// The tiles of a band, 2048 rows of x, are computed column by column, so that L2 holds the band's pieces (8 MB for
 // three products where K is 1024) until the last column of tiles has used them.
 constexpr int kBand = 2048;
 constexpr int kMultiplyThreads = 512;  // four warpgroups
@@ -170,7 +170,7 @@ struct ThreeProducts {
     static constexpr int kLineK = kLine / kPieces;  // values in a line
     static constexpr int kTileRows = 128;  // of x
     // A stage has 32 KiB: a line of 128 rows of each operand. The loop over the stages is unrolled: 1 to 4% less time.
-    // So a tile takes a multiple of four lines: TMA fills those beyond the end of K with zeros.
+    // So a tile has a multiple of four lines: TMA fills those beyond the end of K with zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarse = 0x1p-2f;  // see Range
@@ -228,8 +228,8 @@ struct Max {
 };
 // Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Whole
 // warps call it or, for a group of more than 32 threads, the whole block: then warp_values is shared memory, a float
-// for each warp, which the call writes before its __syncthreads() and reads after it. Between two calls with the same
-// warp_values there must be another one, say that of a call with other warp_values.
+// for each warp, which the call writes before its __syncthreads() and reads after it. Before the same warp_values is
+// used again there must be one more __syncthreads(), say that of a call with other warp_values.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -392,9 +392,9 @@ template <class Scheme> struct MultiplyShared {
     Pack<typename Scheme::SlotValue, 4> slots[kSlots][64 * 64 / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
-// A place in a ring of COUNT, and the parity of the round: 0, 1, 0 and so on. A place's mbarriers complete a phase a
-// round. mbarrier_wait(bar, p) waits until the last completed phase has parity p, which is 1 for a new mbarrier. Who
-// reads a place waits for `phase`. Who fills it waits for phase ^ 1, the round before: at first this returns at once.
+// A place in a ring of COUNT, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier of a place
+// completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new mbarrier counts
+// as 1. Who reads a place waits for `phase`, who fills it for phase ^ 1: in the first round that returns at once.
 template <int COUNT> struct Ring {
     int place = 0, phase = 0;
     __device__ __forceinline__ void advance(int by = 1) {
@@ -670,7 +670,7 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
             const int row = corner.row + consumer * (Scheme::kTileRows / 2) + block * 64 + warp * 16;  // of this warp
             const int column = corner.column + right * 64;
             const Corner thread_corner = {row + lane / 8, column + lane % 8 * kStep};
-            const auto scales = epilogue.load(thread_corner);  // before the wait, so that the loads run meanwhile
+            const auto scales = epilogue.load(thread_corner);  // scales, bias and more: they arrive during the wait
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
             load_sums(shared.slots[slot.place] + warp * 256, sum);
@@ -683,11 +683,11 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue>
 __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_constant__ CUtensorMap map_a,
     const __grid_constant__ CUtensorMap map_b, int lines, const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a: wgmma and setmaxnreg need it
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
     using Shared = MultiplyShared<Scheme>;
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler sees that a warp's lanes agree
     const Tiles<Scheme> tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
         for (int s = 0; s < Shared::kStages; ++s) {
@@ -698,7 +698,7 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
             mbarrier_init(&shared.ready[s], 128);  // the threads of a consumer
             mbarrier_init(&shared.taken[s], 128);  // the threads of the finisher
         }
-        fence_mbarrier_init();
+        fence_mbarrier_init();  // so that TMA finds the mbarriers initialised
     }
     __syncthreads();
     if (warpgroup == 3) {
@@ -730,7 +730,7 @@ __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], con
 // Loads a vector's values for a thread's eight columns (see load_sums), of which `column` is the first.
 template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
     constexpr int V = kNeighbours<T>;
-    for (int i = 0; i < 8; i += V) {
+    for (int i = 0; i < 8; i += V) {  // float32's second four columns are 32 further on than the first
         const auto pack = *reinterpret_cast<const Pack<T, V>*>(vector + min(column + i * 8, n - V));
         for (int j = 0; j < V; ++j) to[i + j] = to_float(pack.value[j]);
     }
@@ -742,7 +742,7 @@ template <typename T> struct LinearProduct {
     T* out;
     int m, n, k;
     RowScale* scales;  // of W's n rows, then of x's m
-    struct Scales {  // what a thread needs for its four rows and eight columns
+    struct Scales {  // what a thread needs for its four rows and eight columns: scales, and the bias
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
@@ -753,7 +753,7 @@ template <typename T> struct LinearProduct {
         load_eight(bias, corner.column, n, scales.bias);
         if constexpr (kScaled) {
             for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
-            for (int i = 0; i < 8; i += 4) {
+            for (int i = 0; i < 8; i += 4) {  // columns as in load_eight
                 const auto* from = reinterpret_cast<const float4*>(columns + min(corner.column + i * 8, n - 4));
                 *reinterpret_cast<float4*>(&scales.columns[i]) = from[0];
                 *reinterpret_cast<float4*>(&scales.columns[i + 2]) = from[1];
@@ -1124,8 +1124,8 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     // A Newton step halves that. Not for 0 and infinity, where it would compute 0 * infinity.
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v. The
-// normalised values are then v * scale + shift, where shift makes up for the rounding of the mean. (For 16-bit types
+// Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v. Normalised,
+// these are then v * scale + shift: scale is rstd, and shift makes up for the rounding of the mean. (For 16-bit types
 // shift is 0, which saves 2% of the forward: eager rounds v to 8 or 11 bits, beside which a float32 mean is exact.)
 template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
@@ -1148,13 +1148,13 @@ template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     scale = reciprocal_sqrt(fmaf(-mean_error, mean_error, squares) + eps);
     shift = -mean_error * scale;
 }
-// The whole network in the product's epilogue. A slot has one group of 64 rows. Eight lanes have a row of it, and a
-// lane has eight columns of four rows (see load_sums). The vectors are loaded before the wait for the sums.
+// The whole network in the product's epilogue. A slot has 64 rows of one group. Eight lanes share a row, and a lane has
+// eight columns of four rows (see load_sums). The vectors are loaded before the wait for the sums.
 template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
     T* h;  // null if it is not wanted
     const T *extra_bias, *gamma, *beta;  // extra_bias is the Model's `bias`; LinearProduct's bias is the linear layer's
     float eps;
-    struct Scales : LinearProduct<T>::Scales { alignas(16) float plus[8], gamma[8], beta[8]; };
+    struct Scales : LinearProduct<T>::Scales { alignas(16) float plus[8], gamma[8], beta[8]; };  // plus: extra_bias
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales = {LinearProduct<T>::load(corner)};
         load_eight(extra_bias, corner.column, this->n, scales.plus);
@@ -1171,7 +1171,7 @@ template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
             float& value = v[i / 8][i % 8];
             value = forward_activation<T>(value) + scales.plus[i % 8];
         }
-        float scale[4], shift[4];
+        float scale[4], shift[4];  // of the four rows' groups: see center_group
 #pragma unroll
         for (int r = 0; r < 4; ++r) center_group<T>(v[r], kGroup / 8, eps, scale[r], shift[r]);
 #pragma unroll
@@ -1277,7 +1277,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
         center_group<T>(z, kLanes, eps, scale, shift);
         load_columns(ahead[stage].grad + lane * kThreadColumns, g);
         load_columns(gamma + column, vector);
-        float mean_d = 0, mean_dz = 0;
+        float mean_d = 0, mean_dz = 0;  // first sums, then means
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
             z[i] = fmaf(z[i], scale, shift);
