@@ -9,22 +9,23 @@ compute capability 7.5 or more (`fits` does not check that) the kernels take flo
 they take only float32 without gradients. ModelNew calls PyTorch's instance_norm for everything else (see `fits`).
 
 Every value is used twice: for the mean and the variance and, when all of its slice has been read, for the output. The
-kernels read it from DRAM only once: between the two uses they keep its slice on the chip, and in the backward that of
-g, too. The size of x's slice decides where (limits in brackets: the backward's):
+kernels read it from DRAM only once: between the two uses they keep its slice (in the backward also g's) on the chip.
+The size of x's slice decides where (on an H200; in brackets: the backward's limits):
 
-    up to 64 KiB (32 KiB)                 in the registers of a group of 1 to 512 threads
-    up to 6.9 MiB (4.6 MiB) on an H200    in the shared memory of several blocks, which wait for each other's sums
-    larger, or blocks cannot wait         nowhere: the input is read twice
+    up to 64 KiB (32 KiB)                       in the registers of a group of 1 to 512 threads
+    up to 6.9 MiB, in 16 bits 9.2 (4.6 MiB)     in shared memory of several blocks, which wait for each other's sums
+    larger, or blocks cannot all run at once    nowhere: the input is read twice
 
 An H200 runs 132 blocks, one on each SM. Each keeps values in 216 KiB of shared memory, which is 27.8 MiB for all. In
-float32 a block keeps parts of four slices at a time, so a slice may have a quarter of it: 6.9 MiB. In float16 and
-bfloat16 a block keeps parts of three slices, so the limit is a third: 9.2 MiB. In the backward of the largest slices a
-block keeps parts of three slices of x and of three of g, so the limit is a sixth: 4.6 MiB. If 16 does not divide a
-slice's bytes, the limits are a little lower. Blocks can wait only if all of them are on the SMs at the same time.
+float32 a block keeps parts of four slices at a time, so a slice may have a quarter of it; in 16 bits three, so a third.
+In the backward of the largest slices it keeps parts of three slices of x and of three of g, so the limit is a sixth. If
+16 does not divide a slice's bytes, the limits are a little lower. In the code below read "Memory" and "Sums", then
+"Small slices" or "Larger slices". `launch`, near the end, chooses a kernel.
 
-`python harness.py instance_norm --backward --dtype float32,bfloat16` measured on an H200, with x of (112, 64, 512,
-512). "2.31x eager" means 2.31 times as fast as eager. In float32 the forward moves 15.03 GB, as fast as a copy of x
-does, and the backward alone moves 22.5 GB. For the last line TORCH_CUDA_ARCH_LIST was 8.0+PTX: the code of an A100.
+At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
+1 MiB into 19 tiles of 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a copy of x
+does; the backward alone moves 22.5 GB. By `python harness.py instance_norm --backward --dtype float32,bfloat16` on an
+H200 ("2.31x eager": 2.31 times as fast as eager; the last line has TORCH_CUDA_ARCH_LIST=8.0+PTX, the code of an A100):
 
     float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.027 ms: 2.04x, 1.60x
     bfloat16                    forward 1.803 ms: 3.73x eager, 1.66x compile    with backward 4.523 ms: 3.27x, 1.65x
@@ -67,8 +68,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // multiple of its size. A span is all the packs that one slice touches, numbered from 0. If V does not divide n, the
 // number of a slice's values, spans are RAGGED: a slice may begin and end inside a pack, and the other values of that
 // pack belong to its neighbours. Threads load such a pack whole, leave the neighbours' values out of the sums, and
-// store only the slice's own values, one at a time. In this picture slices have 10 float32 values, and V is 4. An x is
-// a value of slice 1, and a dot is a value of another slice:
+// store only the slice's own values, one by one. Here V is 4, n is 10; x is a value of slice 1, a dot another's:
 //
 //      pack             0              1              2
 //               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
@@ -98,7 +98,7 @@ template <typename T> struct Task {
     float eps;
     void* (*allocate)(void* tensor, int64_t bytes);  // gives `tensor` that many bytes, and returns its memory
     void* tensor;  // an at::Tensor of CPP_SOURCE, which owns the workspace
-    double* workspace;  // global memory, in which blocks publish sums: they store them there for each other
+    double* workspace;  // global memory, where each block stores its sums for the other blocks to read
     cudaStream_t stream;
 };
 
@@ -118,25 +118,25 @@ __device__ __forceinline__ void copy_async(void* shared, const void* from) {
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// Makes one cp.async group, perhaps an empty one, of the copies that the thread began since its last call. Then waits
-// until all of the thread's groups but the last N are in shared memory. Before 8.0 there is nothing to wait for.
+// Makes a cp.async group (of copies, not of threads) of what the thread began to copy since its last call, if anything.
+// Then it waits until all but the last N of the thread's groups are in shared memory. Before 8.0 it does nothing.
 template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" : : "n"(N) : "memory");
 #endif
 }
 
-// The span of a slice or, for STAGED slices (see below), that of a thread's part of a slice. If not ALIGNED, it is such
-// a part, and may begin at any value of shared memory. So `load` and `store` move its values one by one.
+// The span of a slice or, if the slice is STAGED, that of a thread's part of it. STAGED slices are small ones that go
+// through shared memory (see below); the stages of large slices have nothing to do with them. If not ALIGNED, a part
+// may begin at any value of shared memory, so `load` and `store` move its values one by one.
 template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
-    // base: the index in the tensor of pack 0's first value. head: how many of pack 0's values lie before the slice.
-    // tail: how many of the last pack's values lie before the slice's end.
+    // base: the index of pack 0's first value, in the tensor or, if STAGED, in the block's copy. head: how many of pack
+    // 0's values lie before the slice. tail: how many of the last pack's values lie before the slice's end.
     int64_t base = 0;
     int head = 0, packs = 0, tail = V;
 
     Span() = default;
-    // The span of a slice. Past the tensor's end it has no packs. The remainders are unsigned, because these take only
-    // one instruction: V is a power of two.
+    // The span of a slice; past the tensor's end it has no packs. An unsigned remainder by V, 2^k, is one instruction.
     __device__ Span(const Task<T>& task, int64_t slice) {
         if (slice >= task.slices) return;
         const int64_t begin = slice * task.n;
@@ -193,8 +193,7 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
 // x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. The shifts
-// are near the means of x and g, so mean(d) is small. So the difference loses little precision, even if x is noise
-// around 10000.
+// are near the means, so mean(d) is small, and the difference loses little precision, even for noise around 10000.
 
 // Adds the values of `operands`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
 // It first adds up the values of a pack of 16 bytes, and then adds that to `sum`: so fewer roundings follow each other.
@@ -221,9 +220,9 @@ template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline
     }
 }
 
-// A Norm turns a slice's values into its outputs. A float cannot hold a mean exactly, and a residual is what it lacks:
-// the mean of x is mean[0] + residual[0], and that of g is mean[1] + residual[1]. For an x near the mean, the
-// difference x - mean[0] is nearly exact, so `offset` can correct for the residuals afterwards:
+// A Norm turns a slice's values into its outputs. A float is not exact enough for a mean: the mean of x is mean[0] +
+// residual[0], that of g is mean[1] + residual[1]. For an x near the mean, the difference x - mean[0] is nearly exact,
+// so `offset` can correct for the residuals afterwards:
 //     y  = (x - mean[0]) * rstd + offset                                offset = -residual[0] * rstd
 //     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = residual[0] * slope - residual[1]
 // Here slope is rstd^2 * the covariance of x and g. The forward does not set it.
@@ -276,10 +275,9 @@ template <int OPERANDS> struct Norm {
 // In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
 // from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
-// most (1 + n / k) * v. A thread has at most 16 packs, so n / k is at most 16, and this factor at most 17. (If pack 0
-// has neighbours' values, the slice's first value counts in their place. Then the factor is at most 23.) So the
-// difference mean(d * d) - mean(d)^2 loses less than 5 of a float's 24 bits. If all values are equal, the shift is that
-// value, and the output is 0.
+// most (1 + n / k) * v. A thread has at most 16 packs, so this factor is at most 17. (If pack 0 has neighbours' values,
+// the slice's first value counts in their place, and it is at most 23.) So the difference mean(d * d) - mean(d)^2 loses
+// less than 5 of a float's 24 bits. If all values are equal, the shift is that value, and the output is 0.
 //
 // In a slice of up to 240 values that is RAGGED in packs of 16 bytes, the first and the last pack are a large part, and
 // each may belong to two slices. So such slices go through shared memory: they are STAGED. A block's slices are one run
@@ -288,8 +286,8 @@ template <int OPERANDS> struct Norm {
 //      global memory    | slice 0 | slice 1 | slice 2 | ...
 //            |            copied by all threads together
 //      shared memory    | slice 0 | slice 1 | slice 2 | ...      a thread has neighbouring values of its group's slice,
-//            |            taken by the thread that has them      an odd number, so that lanes read different banks
-//      registers          group 0   group 1   group 2
+//            |            taken by the thread that has them      an odd number of packs or, if RAGGED, of values, so
+//      registers          group 0   group 1   group 2            that lanes read different banks
 //
 // A thread's values there are a span of their own, RAGGED only at its end. The thread stores its outputs to shared
 // memory, where its values of x were. Then all threads copy the run to the output in global memory. If slices have up
@@ -314,8 +312,7 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
 // The same over a group of `threads` threads. All threads of the block call it. If a group has several warps, lane 0 of
 // each stores the warp's sums, and after the barrier each warp adds up those of the group. For such groups a kernel may
 // call this only once for each COUNT: a second call would have the same of_warp, and could overwrite what a slow warp
-// still reads. (norm_in_registers calls it once for each of a group's slices, but a group with two has one or two
-// threads.)
+// still reads. (A group with two slices has one or two threads, so it may call this for each.)
 template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int threads) {
     __shared__ float of_warp[kMaxGroupThreads / 32][COUNT];
     if (threads <= 32) return add_over_lanes(value, threads);
@@ -417,7 +414,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
         });
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {  // at first the shift is the slice's first value
-            const int64_t first_value = STAGED ? group * n : span[s].base + span[s].head;
+            const int64_t first_value = STAGED ? group * n : span[s].base + span[s].head;  // its index
             shift[s][o] = STAGED || span[s].packs > 0 ? to_float(source.from[o][first_value]) : 0;
         }
     }
@@ -444,7 +441,8 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
         each(s, [&](int i, int p) { add_products<RAGGED>(sum, held[s][i], span[s].mask(p), shift[s]); });
 #pragma unroll
         for (int k = 1; k < kSums; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
-        // Norm divides the totals of d and e. If each thread divided its own sums, the smallest would underflow to 0.
+        // Norm divides the totals of d and e, which are small, since the shifts are near the means now. If each thread
+        // divided its own sums, the smallest would underflow to 0.
         add_over_group(sum, threads);
         Norm<OPERANDS> norm;
         norm.set(sum, shift[s], inverse_n, task.eps);
@@ -465,13 +463,14 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 //      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...
 //
 //      3 stages       round 0     1         2         3         4         5
-//      1st tile       arrives   summed     waits    written                            A tile arrives in the stage
-//      2nd tile                 arrives   summed     waits    written                  from which another tile is
-//      3rd tile                           arrives   summed     waits    written        written in the same round.
+//      1st tile       arrives   summed     waits    written
+//      2nd tile                 arrives   summed     waits    written
+//      3rd tile                           arrives   summed     waits    written
 //
-// A stage is a part of shared memory. It has room for one tile of x and, in the backward, for the same tile of g. A
-// block's last warp is its reducer, and the others are workers. A worker warp has up to kTilePacks * 32 packs of every
-// tile, and each lane every 32nd of them. In a round a worker thread goes over its packs once. At each of them it
+// A stage is a part of shared memory. It has room for one tile of x and, in the backward, for the same tile of g. The
+// tile that arrives in a round goes to the stage that the tile written in that round leaves. A block's last warp is its
+// reducer, and the others are workers. A worker warp has up to kTilePacks * 32 packs of every tile, and each lane every
+// 32nd of them. In a round a worker thread goes over its packs once. At each of them it
 //   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
 //   2. reads the tile that is written from shared memory, and writes its output to global memory;
 //   3. begins to copy the tile that arrives from global memory to where step 2 has read;
@@ -481,8 +480,9 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 // this Norm the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps'
 // sums of the tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace.
 //
-// This needs no flags and no fences. Before the cooperative launch all words of the workspace become kEmpty. A sum is
-// written to its word by one store of 64 bits. So a word that is not kEmpty is a whole sum, all that the reducer needs.
+// No flags or fences are needed. No block can read another's shared memory, so sums go through global memory. Before
+// the cooperative launch the host sets all words of the workspace to kEmpty. A block stores a sum by one volatile store
+// of 64 bits, which goes to L2; there other blocks' reducers load it. So a word that is not kEmpty is a whole sum.
 //
 // When a block has published the sums of a tile, it has a round of other work (two with 4 stages) before it needs the
 // Norm. So it loses no time if other blocks are a little late. Copies and stores are spread evenly over the round.
@@ -493,15 +493,14 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 // of them. Before it does, it waits only for earlier slices. Their sums are all published, so it will publish its own.
 //
 // Blocks cannot wait if a slice has more tiles than blocks are resident, or if the cooperative launch is refused (see
-// launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums, does not wait, and
-// writes no output. The second does all that is said above. It does not wait either, as all sums are there. It
-// publishes them again, with the same bits.
+// launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The
+// second does all that is said above, but finds all sums there. It publishes them again, with the same bits.
 
 // How many packs of a tile a worker thread has, of each operand. For all operands and stages together it has room for
 // 24 packs, which are 384 bytes. 24 is a multiple of 1 and 2 operands times 3 and 4 stages.
 template <int OPERANDS, int STAGES> constexpr int kTilePacks = 24 / OPERANDS / STAGES;
-// The reducer and 18 worker warps. Each of these has 32 * 384 bytes of shared memory, so together they have 216 KiB. A
-// block can have 227 KiB on 9.0 and 10.0.
+// The threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. Each of these has 32 * 384 bytes of
+// shared memory, so together they have 216 KiB. A block can have 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
@@ -525,9 +524,9 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
 
     // operands: the lane's first pack of the tile. mask: which of its values belong to the slice; 0 if it has no pack.
     __device__ void choose_shift(const Operands<T, V, OPERANDS>& operands, unsigned mask) {
-        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may have the slice's first pack, in which value 0 may
-        // be a neighbour's. That pack may have only one value of the slice, perhaps an outlier. Then lane 1 has a pack,
-        // too: a slice's first tile has at least 32. In all other packs value 0 belongs to the slice.
+        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may hold the slice's first pack, whose value 0 may be
+        // a neighbour's and whose only own value may be an outlier. In that case lane 1 has a pack: a slice's first
+        // tile has at least 32. In all other packs value 0 belongs to the slice.
         const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
@@ -596,9 +595,8 @@ template <int kSums> __device__ double add_published(const double* from, int til
 template <typename T, int OPERANDS, bool RAGGED, int PACKS> struct Tile {
     int slice = -1, index = 0, first_pack = 0, end_pack = 0;
     Span<T, kValues16<T>, RAGGED> span;
-    // The slice's first value of each operand, not yet converted to float. If a thread converted it here, it would wait
-    // for the load in every round. The bfloat16 backward would take 1.03 times as long (with slices of 40 KiB 1.2
-    // times).
+    // The slice's first value of each operand. A thread that converted it to float here would wait for the load in
+    // every round, and the bfloat16 backward would take 1.03 times as long (with slices of 40 KiB 1.2 times).
     T first_value[OPERANDS] = {};
 
     Tile() = default;
@@ -620,8 +618,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
     constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, PACKS = kTilePacks<OPERANDS, STAGES>;
     // [warp][stage][pack][operand][lane]. Each thread reads only what it copied itself, so it need not wait for other
-    // threads. If `stages` were aligned to only 16 bytes, the forward would take 1.15 times as long (H200, 1 MiB in
-    // float32), and the backward 1.04 times, in bfloat16 1.07.
+    // threads. Aligned to only 16 bytes, `stages` would make the forward take 1.15 times as long (H200, 1 MiB in
+    // float32), the backward 1.04 times, in bfloat16 1.07.
     extern __shared__ __align__(128) uint4 stages[];
     // One of each for even rounds and one for odd rounds: workers store one of_warp while the reducer may still read
     // the other, and read one norm while the reducer stores the other.
@@ -653,7 +651,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         if (warp < worker_warps) {
             const Norm<OPERANDS> norm = norms[(round + 1) % 2];
             const Pack<T, V>* const from = stage(round + STAGES - 1);  // the tile that arrived in the last round
-            Pack<T, V>* const to = stage(round);
+            Pack<T, V>* const to = stage(round);  // holds the written tile; pack by pack the arriving one replaces it
             WarpSums<T, OPERANDS, RAGGED> sums;
 #pragma unroll
             for (int i = 0; i < PACKS; ++i) {
@@ -733,7 +731,7 @@ static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
     // CUDA reserves for a block.
     constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kTilePacks<OPERANDS, STAGES>;
     const int workers = std::min((shared - 2560) / kWarpBytes, kMaxThreads / 32 - 1);
-    const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;
+    const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;  // of a block
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
     const int64_t resident = int64_t(blocks) * sms;
@@ -780,21 +778,23 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
         }
         return launch_many_blocks<T, OPERANDS, RAGGED, kStages>(task, packs);
     }
+    // launch_group<T, V, OPERANDS, SLICES, PACKS, RAGGED, STAGED>: a group has SLICES slices, and a thread up to PACKS
+    // packs of each. On the right: an image of bfloat16 whose forward takes this line.
     if constexpr (!RAGGED) {
-        if (packs <= 2) return launch_group<T, V, OPERANDS, 2, 1, false, false>(task, packs);
-        if (packs <= 16) return launch_group<T, V, OPERANDS, 1, 2, false, false>(task, packs);
-        if (packs <= 512) return launch_group<T, V, OPERANDS, 1, 4, false, false>(task, packs);
+        if (packs <= 2) return launch_group<T, V, OPERANDS, 2, 1, false, false>(task, packs);  // 4 x 4
+        if (packs <= 16) return launch_group<T, V, OPERANDS, 1, 2, false, false>(task, packs);  // 8 x 8
+        if (packs <= 512) return launch_group<T, V, OPERANDS, 1, 4, false, false>(task, packs);  // 16 x 16
     } else {
         const bool staged = task.n <= kMaxStagedValues;
         if constexpr (V == 8) {
             const bool in_8_bytes = task.n % 4 == 0 && task.n <= 4096;
-            if (staged && in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);
-            if (in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);
+            if (staged && in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);  // 14 x 14
+            if (in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);  // 18 x 18
         }
-        if (task.n < kMost * V) return launch_group<T, V, OPERANDS, 1, kMost, true, true>(task, packs);
-        if (staged) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);
+        if (task.n < kMost * V) return launch_group<T, V, OPERANDS, 1, kMost, true, true>(task, packs);  // 7 x 7
+        if (staged) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);  // 15 x 15
     }
-    return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);
+    return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);  // 17 x 17, 128 x 128
 }
 
 // dtype: 0 float32, 1 float16, 2 bfloat16. Writes to y the output or, if grad is not null, the gradient of x. If blocks
