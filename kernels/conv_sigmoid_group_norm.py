@@ -33,9 +33,9 @@ takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: t
 "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
-    float32                       1.152 ms (5.07x, 2.93x)     4.874 ms (3.77x, 2.79x)
-    float32, compiled for 8.0     1.151 ms (5.07x)            4.859 ms (3.79x)
-    bfloat16                      0.758 ms (6.94x, 3.65x)     3.204 ms (3.90x, 2.48x)
+    float32                       1.153 ms (5.12x, 2.92x)     5.216 ms (3.54x, 2.60x)
+    float32, compiled for 8.0     1.141 ms (5.17x)            5.208 ms (3.55x)
+    bfloat16                      0.758 ms (7.02x, 3.66x)     3.225 ms (3.92x, 2.47x)
 """
 
 import contextlib
