@@ -16,10 +16,10 @@ where TF32 is allowed; for 16-bit types as one. Its epilogue does the rest of th
 own layers. Read the table of roles first, then Range, then `sum_products`.
 
 At the benchmark shape, 32768 x 1024 to 4096, the product is 275 GFLOP. For float32 it is done three times in fp16: 1.1
-ms at 750 TFLOP/s, about cuBLAS's rate in fp16 (tests/tools/product_rate.py measures both). Before it, split_rows reads
-0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py hopper/linear_swish_group_norm --backward`, H200:
-1.20 ms, 6.9x eager; with backward 4.23 ms, 5.5x; where TF32 is allowed 0.584 and 2.03 ms, 5.9x and 4.7x; in bfloat16
-0.415 and 1.36 ms, 6.6x and 5.2x.
+ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15 GB of
+pieces. `python harness.py hopper/linear_swish_group_norm --backward`, H200: 1.20 ms, 6.9x eager; with backward 4.23 ms,
+5.5x; where TF32 is allowed 0.584 and 2.03 ms, 5.9x and 4.7x; in bfloat16 0.415 and 1.36 ms, 6.6x and 5.2x. (With
+`--profile FOLDER` the harness lists the kernels by time.)
 """
 
 import contextlib
