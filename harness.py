@@ -208,7 +208,7 @@ class Judge:
                     self._worker("new")
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
-                check.check(case, direction, after)
+                check.check(case, direction, after, gradients=DIRECTIONS[2] not in directions)
                 if not after:
                     measure(case, pair, at_stake[0])
             except (Rejected, torch.OutOfMemoryError) as raised:

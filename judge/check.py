@@ -293,11 +293,15 @@ def comparable(case: Case) -> None:
     case.model.load_state_dict(case.initial)
 
 
-def check(case: Case, direction: str, after: bool = False) -> None:
-    """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
+def check(case: Case, direction: str, after: bool = False, gradients: bool = False) -> None:
+    """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it.
+
+    After the timing also one question for gradients, if wanted: wrong ones are no drop-in.
+    """
     if not after:
         seeds(case, direction)
-    asked = requests_after(case.device, case.small_batch, direction) if after else REQUESTS.get(direction, [])
+    later = requests_after(case.device, case.small_batch, direction, gradients)
+    asked = later if after else REQUESTS.get(direction, [])
     for seed, request in enumerate(asked, 20):
         case.tell(f"checking {direction}: {request.when}")
         ask(case, replace(request, seed=seed, batch=case.small_batch if request.batch is None else request.batch))
@@ -476,9 +480,11 @@ def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
     """Raises Rejected where an answer is wrong: the form of its values (of a number also the value), or its tensors."""
     if len(forms) != len(answer.forms):
-        gradients = request.direction == "forward_backward" and len(forms) < len(answer.forms)
-        which = ", gradients counted: its output may have none" * gradients
-        reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}{which}"])
+        said = f"gives {len(forms)} values, the Model {len(answer.forms)}"
+        missing = [*answer.leaves][len(forms) :]
+        if missing and all(name.startswith("gradient") for name in missing):
+            said = f"gives no {some(missing)}, the Model does: its output has requires_grad False"
+        reject(request, [said])
     inspect_forms(case, request, answer, forms)
     given = [new.to(eager.device) for eager, new in zip(answer.tensors().values(), given)]
     pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]

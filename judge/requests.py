@@ -156,8 +156,8 @@ REQUESTS = {
         Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
-        FINITE("values whose mean is large", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
-        FINITE("values far below 0", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
+        FINITE("inputs raised by 100", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
+        FINITE("inputs lowered by 100", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         FINITE("inputs that are all zero", change=lambda x: x.zero_()),
@@ -181,9 +181,11 @@ REQUESTS = {
 }
 
 
-def requests_after(device: str, batch: int | None, direction: str) -> Iterator[Request]:
-    """Asked when all is timed, since it may make a compiler compile anew."""
+def requests_after(device: str, batch: int | None, direction: str, gradients: bool) -> Iterator[Request]:
+    """Asked when all is timed, since it may make a compiler compile anew. Gradients: where no direction judges them."""
     of = partial(Request, direction=direction)
+    if gradients:
+        yield BOTH("gradients, which --backward judges", **LENIENT)
     yield of("after it was timed")
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls

@@ -19,7 +19,7 @@ ORDER = ("new", "eager", "compile")
 MARKS = {FASTER: "+", SLOWER: "-", AMBIGUOUS: "~"}
 RULE = (
     "FASTER: the whole 95% interval of the speed-up is above 1.0; SLOWER: it is below 1.0; AMBIGUOUS: the interval "
-    "holds 1.0, or the rounds were disturbed and it is closer to 1.0 than its own width or than 0.1."
+    "holds 1.0, or the rounds were disturbed and it lies within 0.1, or within its own width, of 1.0."
 )
 
 
@@ -81,12 +81,12 @@ def block(run: Result) -> list[str]:
         lines.append(f"  {'error':11}{new:>10.1e}    {said}")
     lines += [wrapped("wrong" if run.status == WRONG else "", reason) for reason in run.reasons]
     lines += [wrapped("no drop-in", reason) for reason in run.no_dropin]
-    if run.interference:
+    if run.interference and run.ms:
         lines.append(wrapped("disturbed", "; ".join(run.interference)))
     ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
     apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
     if apart:
-        said = f"the ratio of the medians is {', '.join(apart)}; above is the median of the rounds' ratios"
+        said = f"the medians' ratio is {', '.join(apart)}; above stands the median of the ratios of each round"
         lines.append(wrapped("note", said))
     return lines + [wrapped("note", note) for note in run.notes]
 
