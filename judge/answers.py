@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 from judge.gates import chunks, distance
 from judge.source import reseed
 
-RANDOM = "changes PyTorch's random state"
+RANDOM = "changes a random state"
 REUSED = "gives the memory of an earlier answer again"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
 MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 200, 0.4, 0.1  # of calls, and of one graph's backward, that may race
@@ -34,6 +35,7 @@ LAYOUTS = {
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
+    "split into heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() > 3 else x,
     "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
 }
 
@@ -48,6 +50,7 @@ class How(Flag):
     SEEDED = auto()  # the Model draws random numbers: each timed call begins from a seed that is told
     REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
+    OTHER_PART = auto()  # the second, fourth, ... parameter is frozen, and only the first output has a gradient
     # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
     TWIN = auto()  # another instance, with other weights, is called first
@@ -70,7 +73,7 @@ class Request:
     how: How = How.PLAINLY
     order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
     incoming: str = "dense"  # in which of LAYOUTS the gradients come in
-    whose: str = ""  # gradients: "nobody's", "parameters", "inputs" or "all"; "": as the direction has it
+    whose: str = ""  # gradients: nobody's, parameters, inputs, the last input's or all; "": as the direction has it
     # The judge reads how inputs and weights are made.
     change: Callable | None = None  # of each floating input
     weights: Callable | None = None  # of the Model's weights
@@ -130,12 +133,14 @@ def parameters_by_name(module: torch.nn.Module, own: Own) -> dict[str, torch.nn.
 def answers_of(module, sets: list[list], request: Request, own: Own = None, call=None) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
     call, parameters = call or module, parameters_by_name(module, own)
-    frozen = [p for p in [*module.parameters()][::2] if How.IN_PART in request.how and p.requires_grad]
+    every = [*module.parameters()]
+    every = every[::2] if How.IN_PART in request.how else every[1::2] if How.OTHER_PART in request.how else []
+    frozen = [p for p in every if p.requires_grad]
     for p in frozen:
         p.requires_grad_(False)
     wanted = [wanted_of(parameters, inputs, request) for inputs in sets]
     # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
-    small = math.inf if How.POISONED in request.how else 1 << 16
+    small = math.inf if request.how & (How.POISONED | How.TRAIN) else 1 << 16
     before = {}
     for name, x in watched(module, sets, own).items():
         compares = x.layout == torch.strided and x.nbytes < small
@@ -197,7 +202,8 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
     """The backward pass of one call, if one is asked for."""
     i, result, forms = call
     leaves = tree_leaves(result)
-    roots = roots_of(result)[-1 if How.IN_PART in request.how else 0 :]
+    roots = roots_of(result)
+    roots = roots[-1:] if How.IN_PART in request.how else roots[:1] if How.OTHER_PART in request.how else roots
     found = {f"output {k}" if len(leaves) > 1 else "output": leaf for k, leaf in enumerate(leaves)}
     if request.direction == "forward_backward" and wanted and roots:
         incoming = [normal_like(x, request) for x in roots]
@@ -235,7 +241,9 @@ def watched(module, sets: list, own: Own) -> dict[str, torch.Tensor]:
 def written(before: dict[str, tuple], now: dict[str, torch.Tensor]) -> list[str]:
     said = []
     for name, (x, version, bits) in before.items():
-        if now.get(name) is not x or x._version != version or not (bits is x or same_bits(x, bits)):
+        found = now.get(name)
+        new_view = found is not None and found is not x and found.data_ptr() == x.data_ptr()  # by a state_dict hook
+        if found is not x and not new_view or x._version != version or not (bits is x or same_bits(found, bits)):
             said.append(f"writes {name}")
     return said
 
@@ -245,8 +253,8 @@ def wanted_of(parameters: dict, inputs: list, request: Request) -> dict[str, tor
     whose = request.whose or {"forward": "nobody's", "forward_recorded": "parameters"}.get(request.direction, "all")
     given = ((f"input {i}", x) for i, x in enumerate(tree_leaves(inputs)) if isinstance(x, torch.Tensor))
     floating = {name: x for name, x in given if x.is_floating_point() or x.is_complex()}
-    for x in floating.values():
-        x.requires_grad_(whose in ("all", "inputs"))
+    for name, x in floating.items():
+        x.requires_grad_(whose in ("all", "inputs") or whose == "the last input's" and name == [*floating][-1])
     parameters = parameters if whose in ("all", "parameters") else {}
     return {name: x for name, x in (floating | parameters).items() if x.requires_grad}
 
@@ -282,7 +290,7 @@ def memory_of(tree) -> set[int]:
 
 
 def roots_of(result) -> list[torch.Tensor]:
-    return [x for x in tensors_of(result) if x.requires_grad]
+    return [x for x in tensors_of(result) if x.requires_grad and x.numel()]
 
 
 def form_of(leaf, output_of: Request | None = None) -> list:
@@ -324,4 +332,4 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def rng_state() -> list:
     """The CPU's; and the GPU's, once CUDA is in use: a compiler may begin to use it during a call."""
     kinds = [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]
-    return [kind.get_rng_state().tolist() for kind in kinds]
+    return [random.getstate(), *[kind.get_rng_state().tolist() for kind in kinds]]

@@ -21,84 +21,148 @@ LOOKED_AT = 1 << 22  # elements of an input, to see what it is
 FEW = 8  # values: of more a request makes others
 
 
+Kind = tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def ordered(dim: int, sign: int) -> Kind:
+    """From small to large along a dimension (sign 1), or from large to small (-1)."""
+
+    def holds(x: torch.Tensor) -> bool:
+        return x.shape[dim] > 1 and bool((sign * x.diff(dim=dim) >= 0).all())
+
+    return holds, lambda x: x.sort(dim, descending=sign < 0).values
+
+
+def normed(nearest: Callable) -> Kind:
+    def holds(x: torch.Tensor) -> bool:
+        return x.shape[-1] > 1 and bool(((nearest(x) - x).abs() <= 0.02 * x.abs() + 1e-3 * x.abs().max()).all())
+
+    return holds, nearest
+
+
+def repeated(nearest: Callable) -> Kind:
+    return lambda x: x.shape[-1] > 3 and x.shape[-1] % 2 == 0 and torch.equal(nearest(x), x), nearest
+
+
+def is_mirrored(x: torch.Tensor) -> bool:
+    return x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)
+
+
+def is_orthogonal(x: torch.Tensor) -> bool:
+    if (
+        x.dim() < 2
+        or not 1 < x.shape[-1] <= x.shape[-2] <= 1 << 10
+        or bool((x[..., 0].norm(dim=-1) - 1).abs().max() > 0.02)
+    ):
+        return False
+    products = x.mT @ x
+    return torch.allclose(products, torch.eye(x.shape[-1]).to(x).expand_as(products), atol=0.02)
+
+
+# What all draws of an input may have in common: whether a tensor of float64 has it, and the nearest tensor that does.
+ORDERS = {
+    "rises in each row": ordered(-1, 1),
+    "falls in each row": ordered(-1, -1),
+    "rises in each column": ordered(0, 1),
+    "falls in each column": ordered(0, -1),
+}
+KINDS = ORDERS | {
+    "symmetric": (is_mirrored, lambda x: torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone())),
+    "two equal halves": repeated(lambda x: torch.cat([x[..., : x.shape[-1] // 2]] * 2, -1)),
+    "equal pairs": repeated(lambda x: x[..., ::2].repeat_interleave(2, -1)),
+}
+NORMED = {  # these scaling breaks
+    "shares": normed(lambda x: (x.abs() + 1e-6) / (x.abs() + 1e-6).sum(-1, keepdim=True)),
+    "rows of length 1": normed(lambda x: x / x.norm(dim=-1, keepdim=True)),
+    "logarithms of shares": normed(lambda x: x.log_softmax(-1)),
+    "orthogonal columns": (is_orthogonal, lambda x: torch.linalg.qr(x).Q),
+}
+
+
 class Inputs:
     """What an input, a tensor, is in all of some draws."""
 
     def __init__(self, draws: list[torch.Tensor]):
         draws = [part(x) for x in draws]
         first = draws[0]
-        kind = first.dtype
-        self.floating = first.is_floating_point() and kind.itemsize > 1
+        truths = first.dtype == torch.bool
+        self.floating = first.is_floating_point() and first.dtype.itemsize > 1
         numbers = not first.is_complex() and first.layout == torch.strided and first.numel() and first.dim()
-        draws = [x.double() for x in draws] if numbers and (self.floating or kind != torch.bool) else []
+        draws = [x.double() for x in draws] if numbers and self.floating == first.is_floating_point() else []
         self.low = min((float(x.min()) for x in draws), default=0.0)
         self.high = max((float(x.max()) for x in draws), default=0.0)
         every = lambda holds: bool(draws) and all(holds(x) for x in draws)  # noqa: E731
-        ends = bool(draws) and draws[0].shape[-1] > 1
-        self.equal = every(lambda x: x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()))
+        self.equal = not truths and every(lambda x: x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()))
         self.whole = self.floating and not self.equal and every(lambda x: bool((x == x.round()).all()))
         few = lambda x: x.numel() > FEW and len(x.unique()) <= FEW  # noqa: E731
         few_of_some = every(lambda x: few(x.reshape(-1)[: 1 << 12]))  # of all it takes a second to see
         self.few = self.floating and not self.equal and few_of_some and every(few)
-        self.sorted = not self.equal and every(lambda x: ends and bool((x.diff(dim=-1) >= 0).all()))
-        is_mirrored = lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)  # noqa: E731
-        self.symmetric = not self.equal and every(is_mirrored)
-        shares = lambda x: ends and float(x.min()) >= 0 and bool(((x.sum(-1) - 1).abs() < 0.02).all())  # noqa: E731
-        self.shares = self.floating and every(shares)
-        same = bool(draws) and all(torch.equal(x, draws[0]) for x in draws)
-        self.order = same and not self.sorted and len(draws[0].unique()) == draws[0].numel()
+        # A mask that is always the same is changed in any way: a candidate may ignore it.
+        constant = (truths or self.few) and every(lambda x: torch.equal(x, draws[0]))
+        kinds = {} if self.equal or constant else {**KINDS, **NORMED} if self.floating else KINDS
+        self.kinds = {name: kind for name, kind in kinds.items() if every(kind[0])}
+        self.ordered = bool(ORDERS.keys() & self.kinds.keys())
+        row = draws[0].reshape(-1, first.shape[-1])[0].sort().values if draws else []
+        self.shuffled = (not self.floating or self.few) and len(row) > 0 and bool(row[0] != row[-1])
+        self.shuffled = self.shuffled and every(lambda x: bool((x.sort(-1).values == row).all()))
 
     def free(self) -> bool:
         """Nothing is known of it that scaling breaks."""
-        return self.floating and not (self.whole or self.few or self.shares)
+        return self.floating and not (self.whole or self.few or NORMED.keys() & self.kinds.keys())
 
     def changed(self, x: torch.Tensor, change: Callable) -> bool:
         """Changes it in place, as far as it stays what it is; whether it is another now."""
+        if x.is_complex() or x.layout != torch.strided or not x.numel() or not x.dim():
+            return False
+        before = x.clone()
         if change is Inputs.other_integers:
-            return self.other_integers(x)
-        if not self.floating or self.few or not x.numel():
+            self.other_integers(x)
+        elif self.floating and not self.few:
+            change(x)
+        if torch.equal(x, before):
             return False
-        before = x.clone()
-        change(x)
-        if not x.isfinite().all() and (self.whole or self.shares or self.sorted or self.symmetric or self.equal):
+        if not (self.kinds or self.whole or self.equal):
+            return True
+        if stays := not x.is_floating_point() or bool(x.isfinite().all()):
+            if self.whole:
+                x.round_().clamp_(self.low, self.high)
+            for _, nearest in self.kinds.values():
+                x.copy_(nearest(x.double()))
+            if self.equal:
+                x.fill_(x.reshape(-1)[0].item())
+            stays = all(holds(x.double()) for holds, _ in self.kinds.values())
+        if not stays:
             x.copy_(before)
-        if self.whole:
-            x.round_().clamp_(self.low, self.high)
-        if self.sorted:
-            x.copy_(x.sort(-1).values)
-        if self.symmetric:
-            x.copy_(mirrored(x))
-        if self.equal:
-            x.fill_(x.reshape(-1)[0].item())
-        if self.shares:
-            x.abs_().add_(1e-6).div_(x.sum(-1, keepdim=True))
-        return not torch.equal(before, x)
+        return not torch.equal(x, before)
 
-    def other_integers(self, x: torch.Tensor) -> bool:
-        """Others of the range that is there, and truth values of both kinds; what is sorted keeps its ends. Of few
-        numbers in floating point, as those of a mask, each row keeps its own."""
-        if x.is_complex() or not x.numel() or x.dim() == 0 or x.is_floating_point() and not self.few:
-            return False
-        before = x.clone()
-        if x.dtype == torch.bool:
+    def other_integers(self, x: torch.Tensor) -> None:
+        """Other integers of the range that is there, and truth values of both kinds. What is ordered keeps its ends; of
+        an ordered mask, which tells lengths, the rows change places. A row keeps its numbers, in another order, if they
+        are the same in all rows, or a few numbers in floating point."""
+        if x.is_floating_point() and not self.few or self.equal:
+            return
+        mask = self.few or x.dtype == torch.bool
+        if self.ordered and mask:
+            x.copy_(x[torch.randperm(len(x), device=x.device)])
+        elif self.shuffled and not self.ordered:
+            x.copy_(x.gather(-1, torch.rand(x.shape, device=x.device).argsort(-1)))
+        elif self.few:
+            x.copy_(x[..., torch.randperm(x.shape[-1], device=x.device)])
+        elif mask:
             x.copy_(torch.rand(x.shape, device=x.device) < 0.5)
-        elif self.floating:
-            x.copy_(x if self.sorted else x[..., torch.randperm(x.shape[-1], device=x.device)])
-        elif self.order:
-            x.copy_(x.reshape(-1)[torch.randperm(x.numel(), device=x.device)].view(x.shape))
-        elif not self.equal:
-            ends = x[..., :1].clone(), x[..., -1:].clone()
+            if x.shape[-1] > 1:  # no row has one value alone: what is averaged over none is NaN
+                x[..., 0] |= ~x.any(-1)
+                x[..., -1] &= ~x.all(-1)
+        else:
+            before = x.clone()
             x.random_(int(self.low), int(self.high) + 1)
-            if self.sorted:
-                x.copy_(x.sort(-1).values)
-                x[..., :1], x[..., -1:] = ends
-        if self.symmetric:
-            x.copy_(mirrored(x))
-        return not torch.equal(before, x)
-
-
-def mirrored(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone())
+            for name, (_, nearest) in ORDERS.items():
+                if name in self.kinds:
+                    dim = 0 if "column" in name else x.dim() - 1
+                    ends = before.narrow(dim, 0, 1), before.narrow(dim, x.shape[dim] - 1, 1)
+                    x.copy_(nearest(x).clamp(torch.minimum(*ends), torch.maximum(*ends)))
+                    x.narrow(dim, 0, 1).copy_(ends[0])
+                    x.narrow(dim, x.shape[dim] - 1, 1).copy_(ends[1])
 
 
 def part(x: torch.Tensor) -> torch.Tensor:
@@ -154,6 +218,7 @@ REQUESTS = {
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", how=How.INFERENCE),
         Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
+        Request("two calls in training mode", how=How.TRAIN, order=(0, 1), both_gates=True, **MAY_REFUSE),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("inputs raised by 100", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
@@ -173,10 +238,16 @@ REQUESTS = {
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
         BOTH("only the last output in the loss, every second parameter frozen", how=How.IN_PART),
+        BOTH("only the first output in the loss, every other parameter frozen", how=How.OTHER_PART),
+        BOTH("only the last input's gradient wanted", whose="the last input's"),
         BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         replace(SIGNS, direction="forward_backward"),
+        BOTH("inputs raised by 100", finite=True, change=lambda x: x.add_(shiftable(x), alpha=100.0)),
+        BOTH("inputs lowered by 100", finite=True, change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
+        BOTH("inputs that are all zero", finite=True, change=lambda x: x.zero_(), **LENIENT),
         BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
         BOTH("an incoming gradient that is a slice", incoming="a slice", **MAY_REFUSE),
+        BOTH("an incoming gradient that is transposed", incoming="transposed", **MAY_REFUSE),
     ],
 }
 
@@ -193,8 +264,11 @@ def requests_after(device: str, batch: int | None, direction: str, gradients: bo
         yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
     if batch:
         others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
-        few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else set()
+        few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else {1}
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
-            yield of(f"batch {other}", batch=other, **MAY_REFUSE)
+            yield of(
+                f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0
+            )  # of no numbers none is wrong
+        yield of(f"in training mode, batch {batch + 1}", how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
         yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import fcntl
 import hashlib
 import importlib
 import json
@@ -135,8 +136,10 @@ def shared(x: torch.Tensor) -> torch.Tensor:
     """A copy that another process can open: on the GPU by CUDA IPC, elsewhere as a file without a name."""
     if x.is_cuda and has_ipc():
         return copied(x, partial(torch.UntypedStorage, device=x.device))
-    file = os.memfd_create("judge")  # in a container /dev/shm, which PyTorch takes, may be small
+    # In a container /dev/shm, which PyTorch takes, may be small. Sealed: a shorter file would end who writes to it.
+    file = os.memfd_create("judge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     copy = copied(x, partial(torch.UntypedStorage.from_file, f"/proc/{os.getpid()}/fd/{file}", True))
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     weakref.finalize(copy, os.close, file)
     return copy
 
