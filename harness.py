@@ -242,6 +242,8 @@ class Judge:
                 case.load(self._worker(role), pair.new_path if role == "new" else None)
             except Rejected as failed:
                 case.drop(role, failed)
+        if changed := case.problem.changed():
+            raise Rejected(f"changes {', '.join(changed)}, which the Model's file imports")
 
     def _time(self, case: check.Case, pair: Pair, run: Result) -> None:
         seconds, checked = self.options.seconds / (8 if self.options.sweep else 1), case.errors

@@ -67,9 +67,16 @@ class Problem:
         self.text = path.read_text() if text is None else text
         self.module = load(path, self.text)
         vars(self.module).update(self.constants)
+        modules = [Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]]
+        imported = [file for file in modules if file.parent == path.resolve().parent and file.name != path.name]
+        self.imported = {file: file.read_bytes() for file in imported if file.is_file()}  # what lies beside it
         self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [])]  # the shapes worth a measurement
         self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second
         self.batch: int | None = getattr(self.module, "batch_size", None)
+
+    def changed(self) -> list[str]:
+        """The files beside the Model's which it imports, and which are no longer what they were."""
+        return [file.name for file, text in self.imported.items() if not file.is_file() or file.read_bytes() != text]
 
     def choose(self, batch: int) -> None:
         """Whoever reads the file's batch_size when a module is made reads this one, in all processes."""

@@ -62,6 +62,7 @@ from judge.answers import (
     parameters_by_name,
     places_of,
     roots_of,
+    same_bits,
     state_by_name,
     tensors_of,
     wanted_of,
@@ -242,7 +243,12 @@ class Contender:
         made = make(seed if other is None else other)
         if examine:
             try:
-                pickle.dumps(made)
+                loaded = pickle.loads(pickle.dumps(made)).state_dict()
+                plain = {
+                    name: x for name, x in made.state_dict().items() if type(x) is torch.Tensor and not x.is_quantized
+                }
+                if not all(same_bits(x, loaded[name]) for name, x in plain.items()):
+                    lacks.append("has other weights once it is pickled and loaded")
             except Exception as error:
                 lacks.append(f"cannot be pickled: {last_line(error)}")
         if is_compiled(made):

@@ -746,6 +746,13 @@ def test_what_is_required_and_the_judges_own_crash(suite, tmp_path, monkeypatch,
     assert suite() == 4 and "The judge itself failed at slanted" in capsys.readouterr().err
 
 
+def test_who_changes_what_the_models_file_imports(judge, tmp_path):
+    helper = tmp_path / "beside_a_model.py"
+    helper.write_text("one = 1\n")
+    (run,) = judge(f"open({str(helper)!r}, 'w').write('two = 2')\n{PLAIN}", f"import beside_a_model\n{MODEL}")
+    assert run.reasons == ["changes beside_a_model.py, which the Model's file imports"], run
+
+
 def test_a_module_beside_a_candidate_and_a_class_called_model(judge, tmp_path):
     (tmp_path / "beside_it.py").write_text("two = 2\n")
     model = any_model("x * 2")
