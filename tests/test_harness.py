@@ -200,12 +200,6 @@ def test_each_direction_is_timed_in_a_new_process(judge, monkeypatch, tmp_path):
     assert all(run.ok for run in runs) and (tmp_path / "imports").read_text() == "1" * (1 + len(DIRECTIONS))
 
 
-def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
-    runs = judge(source("no_gradient"), directions=DIRECTIONS)
-    assert [run.ok for run in runs] == [True, False, False], [run.reasons for run in runs]
-    assert "output has requires_grad False, the Model's True" in runs[0].no_dropin and runs[0].ms["new"] > 0
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_accepts_an_honest_one_in(dtype, judge, device):
     runs = judge(PLAIN, device=device.type, dtype=(dtype,), directions=DIRECTIONS)
