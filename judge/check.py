@@ -436,6 +436,10 @@ def put(case: Case, request: Request, must: bool) -> None:
     sets = [draw(i) for i in sorted(set(request.order))]
     if request.change and not any(changed) and model is case.model:
         return
+    if request.layout != "dense" and all(layout(x) is x for x in tensors_of(sets[0])):  # as channels last, of rows
+        return
+    if request.whose == "the last input's" and sum(x.is_floating_point() for x in tensors_of(sets[0])) < 2:
+        return
     given = case.share(sets)
     if How.CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
         try:
