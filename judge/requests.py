@@ -150,7 +150,7 @@ class Inputs:
             x.copy_(x[..., torch.randperm(x.shape[-1], device=x.device)])
         elif mask:
             x.copy_(torch.rand(x.shape, device=x.device) < 0.5)
-            if x.shape[-1] > 1:  # no row has one value alone: what is averaged over none is NaN
+            if x.shape[-1] > 1:  # each row has both values: an average over nothing is NaN
                 x[..., 0] |= ~x.any(-1)
                 x[..., -1] &= ~x.all(-1)
         else:
@@ -265,9 +265,8 @@ def requests_after(device: str, batch: int | None, direction: str, gradients: bo
         others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
         few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else {1}
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
-            yield of(
-                f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0
-            )  # of no numbers none is wrong
+            # Batch 0 has no numbers that could be wrong, only other forms.
+            yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0)
         if direction == "forward":
             said = f"in training mode, batch {batch + 1}"
             yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
