@@ -1027,19 +1027,21 @@ __device__ __forceinline__ void keep_sums(
 __device__ __forceinline__ void sum_values(
     float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     const bool whole = __all_sync(~0u, pixels.all_valid());
-    constexpr int kSecond = 2;  // a pixel of the first row, in the thread's next pair of columns
+    constexpr int kSecond = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
     constexpr int kThird = 6 * kPairs;  // a pixel of the fourth row
-    const bool three = (pixels.valid >> kSecond & pixels.valid >> kThird & 1) != 0;
+    const unsigned valid = __shfl_sync(~0u, pixels.valid, kSecond, kChannelLanes) & pixels.valid >> kThird;
+    const bool three = (valid & 1) != 0;  // asked of the first lane
     Addend sums[2 * kChannels] = {};
     float anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        // The anchor is the median of three pixels of the first lane that has the channel. No two of them depend on the
-        // same pixel of x, so one huge pixel of x, which saturates v near it, does not make the anchor an outlier. If
-        // the second or the third is outside the output, the anchor is the first. If that is outside too,
-        // sums_of_channel omits this warp.
+        // The anchor is the median of three pixels: the first lane's first one and, in its fourth row, another, and the
+        // one four columns to the right. No two of them depend on the same pixel of x, so one huge pixel of x, which
+        // saturates v near it, does not make the anchor an outlier. If the second or the third is outside the output,
+        // the anchor is the first. If that is outside too, sums_of_channel omits this warp.
         const float first = v[o][0];
-        const float second = three ? v[o][kSecond] : first;
+        const float right = __shfl_sync(~0u, first, kSecond, kChannelLanes);
+        const float second = three ? right : first;
         const float third = three ? v[o][kThird] : first;
         const float middle = fmaxf(fminf(first, second), fminf(fmaxf(first, second), third));
         const float anchor = __shfl_sync(~0u, middle, 0, kChannelLanes);
@@ -1476,8 +1478,10 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         }
         __syncthreads();
         if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
-        if (next.number < p.all_tiles && p.in_channels == 0) prefetch<T>(p, next, p.x);
-        else if (next.number < p.all_tiles) copy_x<T>(p, next, 0, raw);  // copies while the other blocks publish
+        if (next.number < p.all_tiles) {  // arrives while the other blocks publish
+            if (p.in_channels > 0) copy_x<T>(p, next, 0, raw);
+            else if (DIRECTION == kForward) prefetch<T>(p, next, p.x);
+        }
         if (p.mode == kSums) continue;
         if (p.mode == kWait && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
