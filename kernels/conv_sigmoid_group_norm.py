@@ -23,10 +23,8 @@ The forward keeps v in registers and writes its output once. It reads x once for
 result once; twice if it needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions
 (compute capability 8.0, 9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other
 GPUs uses FMA. If gradients are wanted, the forward saves its input, the parameters, mean and rstd. The backward
-computes h again. Where our kernels convolve on tensor cores, they also compute W's gradient, for at most 8 input and
-128 output channels; in float32 it is more accurate than PyTorch's. Where they convolve, they compute x's gradient for
-3x3 convolutions of at least 4 input channels. ATen computes the other gradients of the convolution. Our kernels'
-results are the same bits each time.
+computes h again. Where our kernels convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input
+channels. ATen computes W's gradient, and x's elsewhere. Our kernels' results are the same bits each time.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile;
@@ -204,7 +202,6 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
     double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
-    float* weight_sums;  // (slots, taps, channel_tiles * outs, kStage): sums for W's gradient, see there; or null
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16
     int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
@@ -256,9 +253,6 @@ struct Shared {
     int offsets[kMostTaps + 1];  // see `multiply`
     float largest[kWarps];  // of a warp's values, in largest_of_block
     float weight_units[kMostSets];  // the unit of each stage's weights, see Pieces
-    float largest_unit;  // backward: the largest unit of the tile's stages, for `recompute_in_float`
-    float x_unit;  // backward: the unit of the last stage's x, for `add_weight_gradient`
-    float channel_largest[kWarps][kStage];  // backward: of the x that the warp received, the largest |x| per channel
     Tile tiles[2];  // this one and the next
 };
 
@@ -462,19 +456,10 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
     hi = __float2half_rn(v);
     lo = __float2half_rn(v - __half2float(hi));
 }
-// The same of two numbers. Their pieces are packed into 32-bit registers: v's in the lower half, w's in the upper.
-__device__ __forceinline__ void split(float v, float w, uint32_t& hi, uint32_t& lo) {
-    const __half2 high = __floats2half2_rn(v, w);
-    const float2 widened = __half22float2(high);
-    const __half2 low = __floats2half2_rn(v - widened.x, w - widened.y);
-    hi = reinterpret_cast<const uint32_t&>(high);
-    lo = reinterpret_cast<const uint32_t&>(low);
-}
-
 // By a block: each thread waits for its own cp.async copies and stores them to x: without tensor cores 16-bit values as
-// floats; with them 16-bit values as they are, float32 values as two pieces. Returns x's unit, see Pieces. In the
-// backward, with tensor cores, also writes channel_largest and x_unit. Has a __syncthreads if kTensor and T is float.
-template <typename T, int PACK, Direction DIRECTION>
+// floats; with them 16-bit values as they are, float32 values as two pieces. Returns x's unit, see Pieces.
+// Contains a __syncthreads if kTensor and T is float.
+template <typename T, int PACK>
 __device__ __forceinline__ float receive_packs(
     const Arguments& p, int first_in, const T* raw, float* x, Shared& shared) {
     __pipeline_wait_prior(0);
@@ -485,34 +470,19 @@ __device__ __forceinline__ float receive_packs(
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * channel_pixels + pixel)
                                 : Pack<T, PACK>();
         };
-        float power = 1, largest[kStage] = {};  // a power of two; the largest |x| per channel (backward) or of all
-        if constexpr (kPieces<T> == 2 || DIRECTION == kBackward) {
+        float power = 1;
+        if constexpr (kPieces<T> == 2) {
+            float largest = 0;
             for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
 #pragma unroll
                 for (int c = 0; c < kStage; ++c) {
                     const Pack<T, PACK> pack = load(c, line * kPitch + column);
 #pragma unroll
-                    for (int i = 0; i < PACK; ++i) {
-                        float& so_far = largest[DIRECTION == kBackward ? c : 0];
-                        so_far = fmaxf(so_far, fabsf(to_float(pack.values[i])));
-                    }
+                    for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
                 }
             });
-        }
-        if constexpr (kPieces<T> == 2) {
-            float of_all = 0;
-#pragma unroll
-            for (int c = 0; c < kStage; ++c) of_all = fmaxf(of_all, largest[c]);
-            power = power_for(largest_of_block(of_all, shared));
+            power = power_for(largest_of_block(largest, shared));
             unit = inverse_of_power(power);
-        }
-        if constexpr (DIRECTION == kBackward) {
-#pragma unroll
-            for (int c = 0; c < kStage; ++c) {
-                const float of_warp = largest_of_warp(largest[c]);
-                if (read_thread() % 32 == 0) shared.channel_largest[read_thread() / 32][c] = of_warp;
-            }
-            if (threadIdx.x == 0) shared.x_unit = unit;
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
@@ -547,10 +517,10 @@ __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int
     if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, raw);
     else copy_packs<T, 1>(p, tile, first_in, raw);
 }
-template <typename T, Direction DIRECTION>
+template <typename T>
 __device__ __forceinline__ float receive_x(const Arguments& p, int first_in, const T* raw, float* x, Shared& shared) {
-    return p.width % 2 == 0 ? receive_packs<T, 2, DIRECTION>(p, first_in, raw, x, shared)
-                            : receive_packs<T, 1, DIRECTION>(p, first_in, raw, x, shared);
+    return p.width % 2 == 0 ? receive_packs<T, 2>(p, first_in, raw, x, shared)
+                            : receive_packs<T, 1>(p, first_in, raw, x, shared);
 }
 
 // The weight of output channel o, input channel `in` and a tap. For the gradient of x o is one of W's input channels,
@@ -660,20 +630,13 @@ __device__ __forceinline__ void accumulate(
 }
 
 // By a warp: loads four 8 x 8 matrices of 16-bit numbers from shared memory. Lane 8 i + j passes the address of row j
-// of matrix i. Each lane receives two adjacent elements of each matrix, or, if TRANSPOSED, of its transpose: row
-// lane / 4, columns 2 (lane % 4) and the next one.
-template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-    if constexpr (TRANSPOSED) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(from)
-            : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(from)
-            : "memory");
-    }
+// of matrix i. Each lane receives two adjacent elements of each matrix: row lane / 4, columns 2 (lane % 4) and the next
+// one.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+        : "r"(from)
+        : "memory");
 }
 // d (16 x 8) += a (16 x 16) b (16 x 8). If T is float, the elements of a and b are half.
 template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
@@ -725,7 +688,7 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 #pragma unroll
             for (int t = 0; t < kAtOnce; t += 3 - kCount) {  // an ldmatrix loads 8 pixels of two pieces, or 16 of one
                 uint32_t four[4];
-                load_matrices<false>(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
+                load_matrices(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) b[t + i / (2 * kCount)][i % (2 * kCount)] = four[i];
             }
@@ -842,8 +805,7 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; these sums are added up in double.
-// (W's gradient is added up otherwise, see there.) The order of additions is fixed: results are the same bits each
-// time.
+// The order of additions is fixed: results are the same bits each time.
 
 // A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
 // The sums of g are EXACT: their total is beta's gradient, which may be near zero although the terms are not. Its terms
@@ -1170,11 +1132,11 @@ template <typename T, typename F> __device__ __forceinline__ void with_dh(const 
     else if (p.dh_type == 1) use(static_cast<__half*>(p.out));
     else use(static_cast<__nv_bfloat16*>(p.out));
 }
-// By a warp: computes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. Writes it to global memory
-// and, in registers, over h. Adds up dz / rstd and dz h / rstd: the variables `dv` and `dz` lack the factor rstd.
+// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. Adds up dz / rstd and dz h /
+// rstd: the variables `dv` and `dz` lack the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
-    const Arguments& p, float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     Addend sums[2 * kChannels] = {};
 #pragma unroll
     for (int i = 0; i < kValues; i += kChunk) {
@@ -1191,7 +1153,6 @@ __device__ __forceinline__ void write_gradients(
             sums[o].sum += dz;
             sums[kChannels + o].sum = fmaf(dz, value, sums[kChannels + o].sum);
             g[k] = dz * n.rstd * scale;
-            h[o][begin + k] = g[k];
         }
         with_dh<T>(p, [&](auto* to) { store_pixels(to, pixels, o, begin, g); });
         __syncwarp();  // as in sum_gradients
@@ -1199,156 +1160,6 @@ __device__ __forceinline__ void write_gradients(
     keep_sums<false>(sums, {}, shared, warp);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// W's gradient, on tensor cores. dW(o, c, tap) is the sum over all output pixels of dh(o, pixel) x(c, pixel + the tap's
-// offset). So for each tap it is a product of matrices. One mma adds the products of 16 pixels:
-//
-//     dW: 16 channels o x 8 channels c   +=   A, dh: 16 channels o x 16 pixels   *   B, x: 16 pixels x 8 channels c
-//
-// No lane needs another lane's dh. write_gradients has written dh over h, in the layout of mma's results d. Two of
-// these, of 8 columns each, have the layout of one operand A of 16 columns:
-//
-//   columns of a row      0 1    2 3    4 5    6 7    8 9    ...   14 15
-//   channels 0 and 8      lane 0     1      2      3      0    ...       3
-//   channels 1 and 9      lane 4     5      6      7      4    ...       7
-//   channels 0 to 7       register 0 of A             register 2
-//   channels 8 to 15      register 1                  register 3
-//
-// ldmatrix loads B, transposed, from the convolution's `x` in shared memory, from offsets[tap] on. `x` must have all
-// input channels, so there is one stage, of at most 8. Outside the output dh is 0, and adds nothing.
-//
-// 16-bit dh and x are multiplied as they are stored, float32 ones in pieces, as above. Let D be a channel's
-// largest |dh| in the warp, X the tile's largest |x| of channel c. The warp scales each channel of dh, so that its D is
-// at least 2^13 and less than 2^14. receive_x has scaled x, but all channels alike. If the scaled X is at least 2^-3,
-// the error of a product is, to first order, at most
-//
-//     |dh x| 2^-21   +   |x| 2^-38 D   +   |dh| 2^-22 X
-//
-// The first term is that of Pieces. In the others dh's lo, or x's lo, is wrong by up to 2^-25: at most 2^-38 of the
-// scaled D, or 2^-22 of the scaled X. If X is smaller, the warp calls add_weight_gradient_in_float. It also does so if
-// x or, with pieces, dh is infinite: an infinite x times the zero dh of a pixel outside the output is NaN, in any type.
-// (A NaN in x makes all of the sample's dh NaN, and so W's gradient, as in PyTorch.)
-//
-// A slot is an array in global memory with an element for each weight. For each tile a warp computes the sums of its 16
-// channels and four rows, tap by tap, and adds them to these channels of its slot. Registers have no room for the sums
-// (36 per lane), nor, in float32 on 8.0, has shared memory (36 KiB a block). No two warps have the same channels of the
-// same slot, so the order of additions is fixed. ATen adds up the slots, in double. On an H200 the slots of a 3x3
-// convolution take 10 MB for 32 output channels, and 39 MB for 128; its L2 has 50 MB.
-
-// The address, in the warp's slot, of this lane's first element of mma's result for the tap.
-__device__ __forceinline__ float* slot_of(const Arguments& p, const Tile& tile, int tap) {
-    const Fragment fragment(p);
-    const int64_t slot = (blockIdx.x << sharing_warps_log2(p)) + fragment.row / kRows;
-    const int64_t row = (slot * p.kernel * p.kernel + tap) * p.channel_tiles * p.outs + tile.channel + fragment.channel;
-    return p.weight_sums + row * kStage + read_thread() % 4 * 2;
-}
-// By a warp, where tensor cores are not accurate enough, see above: adds the same sums of its tile to its slot, but
-// computes them in float32, from x and dh in global memory, and only from pixels of the output.
-template <typename T>
-__device__ __noinline__ void add_weight_gradient_in_float(const Arguments& p, const Tile& tile) {
-    const Pixels pixels(p, tile);
-    const Fragment fragment(p);
-    const int taps = p.kernel * p.kernel;
-    __syncwarp();  // after the stores of dh
-    for (int i = 0; i < kValues; i += kChunk) {
-        const int o = i / kPixels, begin = i % kPixels;
-        float dh[kChunk];
-        with_dh<T>(p, [&](const auto* from) { load_pixels(from, pixels, o, begin, dh); });
-        const unsigned valid = pixels.valid >> begin;
-        const int64_t row = tile.row + fragment.row + begin / (2 * kPairs), column = tile.column + fragment.column;
-        for (int n = 0; n < p.in_channels * taps; ++n) {
-            const int in = n / taps, tap = n % taps;
-            const int64_t line = (int64_t(tile.sample) * p.in_channels + in) * p.height + row + tap / p.kernel;
-            const T* const x = static_cast<const T*>(p.x) + line * p.width + column + tap % p.kernel;
-            float sum = 0;
-#pragma unroll
-            for (int k = 0; k < kChunk; ++k) {
-                if (valid >> k & 1) sum = fmaf(dh[k], to_float(x[pixels.offset(k, p.width)]), sum);
-            }
-            // Four lanes have the channel's pixels; the one to which mma would give this element adds it to the slot.
-            for (int distance = 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-            if (read_thread() % 4 == in / 2) slot_of(p, tile, tap)[o * kChannelStep * kStage + in % 2] += sum;
-        }
-    }
-}
-// By a warp: computes the sums of its pixels of the tile for W's gradient, and adds them to its slot of weight_sums.
-template <typename T>
-__device__ __forceinline__ void add_weight_gradient(
-    const Arguments& p, const Tile& tile, const float* x, const Shared& shared, const float (&dh)[kChannels][kPixels]) {
-    constexpr int kCount = kPieces<T>, kAtOnce = 2;  // rows at a time
-    constexpr float kLeast = 1.0f / 8;  // the least scaled X, 2^-3, see above
-    float largest_x = 0;  // X of channel c
-    for (int warp = 0, c = read_thread() % kStage; warp < kWarps; ++warp) {
-        largest_x = fmaxf(largest_x, shared.channel_largest[warp][c]);
-    }
-    const bool faint = kCount == 2 && largest_x > 0 && largest_x < shared.x_unit * kLeast;
-    bool accurate = largest_x < INFINITY && !faint;
-    float powers[kChannels] = {1, 1};
-    if constexpr (kCount == 2) {
-#pragma unroll
-        for (int o = 0; o < kChannels; ++o) {
-            float largest = 0;
-#pragma unroll
-            for (int i = 0; i < kPixels; ++i) largest = fmaxf(largest, fabsf(dh[o][i]));
-            for (int distance = 2; distance > 0; distance /= 2) {
-                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-            }
-            powers[o] = power_for(largest);
-            accurate &= powers[o] == powers[o];  // it is NaN if dh is infinite
-        }
-    }
-    if (!__all_sync(~0u, accurate)) return add_weight_gradient_in_float<T>(p, tile);
-    uint32_t a[kCount][kPixels / 4][4];  // dh as operands A, of 16 pixels each
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) {
-        const int o = i % 2, pixel = i / 2 * 2;
-        const float v = dh[o][pixel] * powers[o], w = dh[o][pixel + 1] * powers[o];
-        if constexpr (kCount == 2) {
-            split(v, w, a[0][i / 4][i % 4], a[1][i / 4][i % 4]);
-        } else {
-            const Pack<T, 2> pair = {from_float<T>(v), from_float<T>(w)};
-            a[0][i / 4][i % 4] = reinterpret_cast<const uint32_t&>(pair);
-        }
-    }
-    const int first = Fragment(p).row * kPitch + read_thread() % 32;  // the pixel whose address this lane passes
-    const uint32_t pixels = uint32_t(__cvta_generic_to_shared(x)) + first * 16;
-#pragma unroll 1
-    for (int tap = 0; tap < p.kernel * p.kernel; ++tap) {
-        float* const slot = slot_of(p, tile, tap);
-        float before[4], total[4] = {};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) before[i] = slot[i / 2 * kChannelStep * kStage + i % 2];
-#pragma unroll
-        for (int row = 0; row < kRows; row += kAtOnce) {
-            float products[kAtOnce][4] = {};
-#pragma unroll
-            for (int of_x = kCount - 1; of_x >= 0; --of_x) {  // x's pieces: lo, then hi
-                uint32_t b[kAtOnce][4];  // 32 pixels of each row
-#pragma unroll
-                for (int k = 0; k < kAtOnce; ++k) {
-                    const int line = of_x * p.lines + row + k;
-                    load_matrices<true>(b[k], pixels + shared.offsets[tap] + line * kPitch * 16);
-                }
-#pragma unroll
-                for (int of_dh = kCount - 1 - of_x; of_dh >= 0; --of_dh) {  // without lo lo
-#pragma unroll
-                    for (int i = 0; i < kAtOnce * kPairs; i += 2) {
-                        const int k = i / 2 % kAtOnce, pair = i / 2 / kAtOnce * 2;
-                        const auto& v = a[of_dh][((row + k) * kPairs + pair) / 2];
-                        mma<T>(products[k], {v[0], v[1], v[2], v[3]}, b[k][pair], b[k][pair + 1]);
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4 * kAtOnce; ++i) total[i % 4] += products[i / 4][i % 4];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float unit = shared.x_unit * inverse_of_power(powers[i / 2]);
-            slot[i / 2 * kChannelStep * kStage + i % 2] = fmaf(total[i], unit, before[i]);
-        }
-    }
-}
 // By the first warp, after __syncthreads: writes the tile's partial sums of dbias and dscale.
 __device__ __forceinline__ void publish_gradients(
     const Arguments& p, const Tile& tile, const Shared& shared, int lane) {
@@ -1409,14 +1220,6 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
     constexpr bool kRaw = sizeof(T) == 2 || kTensor;  // x is copied to memory of its own
     T* const raw = reinterpret_cast<T*>(kRaw ? weights + max(p.weight_sets, 1) * p.weight_floats : x);
     const auto warp = [] { return int(read_thread() / 32); };
-    // Goes to the next tile: it is in the other buffer. The backward has no register for `buffer`, and copies the tile.
-    const auto advance = [&](int buffer) {
-        if (DIRECTION != kBackward) return buffer ^ 1;
-        __syncthreads();
-        if (read_thread() == 0) shared.tiles[0] = shared.tiles[1];
-        __syncthreads();
-        return 0;
-    };
     if (read_thread() == 0) shared.tiles[0].set(p, blockIdx.x);
     if (kTensor && read_thread() <= kMostTaps) {
         const int tap = read_thread() < p.kernel * p.kernel ? read_thread() : 0;
@@ -1435,7 +1238,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
     }
     __syncthreads();
 #pragma unroll 1
-    for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer = advance(buffer)) {
+    for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer ^= 1) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
         if (DIRECTION == kBackward) prefetch<T>(p, tile, p.grad);
@@ -1448,10 +1251,8 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
             float unit = p.weight_sets > 0 ? shared.weight_units[first_in / p.stage]
                                            : load_weights<T, DIRECTION>(p, tile.channel, first_in, of_stage, shared);
             if (kTensor && p.weight_sets == 0) __syncthreads();  // load_weights and receive_x use shared.largest
-            unit *= receive_x<T, DIRECTION>(p, first_in, raw, x, shared);
-            // In shared memory largest_unit costs 1.02 times as long, but the backward has no register left.
-            if (DIRECTION != kBackward) largest_unit = fmaxf(largest_unit, unit);
-            else if (read_thread() == 0) shared.largest_unit = first_in == 0 ? unit : fmaxf(shared.largest_unit, unit);
+            unit *= receive_x<T>(p, first_in, raw, x, shared);
+            largest_unit = fmaxf(largest_unit, unit);
             if (first_in + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first_in + p.stage, raw);
             __syncthreads();
             convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first_in), unit, h);
@@ -1461,8 +1262,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         if (DIRECTION != kInputGradient && p.in_channels == 0) {
             load_convolved<T>(p, tile, shared, h);
         } else if constexpr (kTensor || DIRECTION == kInputGradient) {
-            recompute_in_float<T, DIRECTION>(
-                p, tile, shared, DIRECTION == kBackward ? shared.largest_unit : largest_unit, h);
+            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unit, h);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
@@ -1489,9 +1289,6 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         __syncthreads();
         if (DIRECTION == kBackward) {
             write_gradients<T>(p, h, Pixels(p, tile), shared, warp());
-            if constexpr (kTensor) {
-                if (p.weight_sums != nullptr) add_weight_gradient<T>(p, tile, x, shared, h);
-            }
             __syncthreads();
             if (warp() == 0) publish_gradients(p, tile, shared, read_thread());
         } else {
@@ -1529,26 +1326,11 @@ static Arguments plan(const int64_t* sizes) {
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStep * sizeof(unsigned); }
 
-// Computes the bytes of the workspace (`done`, `partials`), the rows of channel_sums and, unless weight_shape is null,
-// the shape of weight_sums. That has slots only if our backward computes W's gradient: with tensor cores, if one stage
-// has all input channels, for at most 128 output channels, so that the slots fit in L2. Returns a cudaError_t.
-extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape) {
+// Computes the bytes of the workspace (`done`, `partials`) and the rows of channel_sums.
+extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
     const Arguments p = plan(sizes);
     *rows = int64_t(p.samples) * p.pixel_tiles;
     *bytes = counter_bytes(p) + *rows * p.groups * p.parts * int64_t(sizeof(double2));
-    if (weight_shape == nullptr) return cudaSuccess;
-    int device, sms;
-    cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, convolve_and_normalize<float, kBackward>);
-    if (error == cudaSuccess) error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return error;
-    const bool ours = uses_tensor_cores(attributes.ptxVersion) && p.in_channels <= kStage && p.channel_tiles <= 4;
-    weight_shape[0] = ours ? std::min(kBlocks * sms, p.all_tiles) * (kWarps * 16 / p.outs) : 0;
-    weight_shape[1] = p.kernel * p.kernel;
-    weight_shape[2] = p.channel_tiles * p.outs;
-    weight_shape[3] = kStage;
-    return cudaSuccess;
 }
 
 template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p, cudaStream_t stream) {
@@ -1614,8 +1396,8 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 }
 
 // pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward: dh in place of
-// out, then grad, channel_sums, and weight_sums or null. For the gradient of x: dh, weight, seven that are unused, dx;
-// and `sizes` has dh's sizes in place of x's, and x's channels as out_channels. Returns a cudaError_t.
+// out, then grad and channel_sums. For the gradient of x: dh, weight, seven that are unused, dx; and `sizes` has dh's
+// sizes in place of x's, and x's channels as out_channels. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
     Arguments p = plan(sizes);
@@ -1634,7 +1416,6 @@ extern "C" int conv_launch(
     if (direction == kBackward) {
         p.grad = pointers[10];
         p.channel_sums = static_cast<double*>(pointers[11]);
-        p.weight_sums = static_cast<float*>(pointers[12]);
     }
     const auto of_type = [&](auto zero) {
         using T = decltype(zero);
@@ -2005,7 +1786,7 @@ Gradients backward_meta(const Tensor& grad, const Tensor& x, at::TensorList para
 
 #ifdef WITH_CUDA
 enum { kForward, kBackward, kInputGradient };  // the directions in CUDA_SOURCE
-extern "C" int conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* weight_shape);
+extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
 extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream);
 
 // A contiguous tensor whose address is a multiple of 16 bytes; that of a slice may not be.
@@ -2016,34 +1797,32 @@ Tensor aligned(const Tensor& t) {
 int64_t number_of(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
 void check(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 
-// Launches the forward or, with a gradient, the backward; `out` is the output or dh. Returns channel_sums and, if W's
-// gradient is needed and the kernel computes it, weight_sums.
-Tensors launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
-    const Tensor& grad, bool needs_weight) {
+// Launches the forward or, with a gradient, the backward; `out` is the output or dh. The backward returns channel_sums.
+Tensor launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
+    const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
     const int64_t sizes[] = {x.size(0), weight.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
         weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type()), 0};
-    int64_t bytes, rows, weight_shape[4] = {};
-    check(conv_sizes(sizes, &bytes, &rows, needs_weight ? weight_shape : nullptr));
+    int64_t bytes, rows;
+    conv_sizes(sizes, &bytes, &rows);
     std::vector<Tensor> held = {aligned(x)};
     for (const Tensor& t : parameters) held.push_back(t.contiguous());
     held.insert(held.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
-    Tensor channel_sums, weight_sums;
+    Tensor channel_sums;
     if (grad.defined()) {
         channel_sums = at::empty({rows, 4, weight.size(0)}, x.options().dtype(at::kDouble));
-        if (weight_shape[0] > 0) weight_sums = at::zeros(weight_shape, x.options().dtype(at::kFloat));
-        held.insert(held.end(), {aligned(grad), channel_sums, weight_sums});
+        held.insert(held.end(), {aligned(grad), channel_sums});
     }
     std::vector<void*> pointers;
-    for (const Tensor& t : held) pointers.push_back(t.defined() ? t.data_ptr() : nullptr);
+    for (const Tensor& t : held) pointers.push_back(t.data_ptr());
     check(conv_launch(
         pointers.data(), sizes, eps, grad.defined() ? kBackward : kForward, c10::cuda::getCurrentCUDAStream()));
-    return {channel_sums, weight_sums};
+    return channel_sums;
 }
 Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [out, statistics] = forward_meta(x, parameters, groups, eps);
-    if (out.numel() > 0) launch(x, parameters, statistics, out, eps, {}, false);
+    if (out.numel() > 0) launch(x, parameters, statistics, out, eps, {});
     return {out, statistics};
 }
 // dx is the convolution of dh with the rotated weights.
@@ -2062,17 +1841,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
         backward_meta(grad, x, parameters, statistics, dtype, needs_x && nothing, needs_weight);
     if (nothing) return {dx.zero_(), sums.zero_(), grad_weight.zero_()};
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
-    bool aten_weight = needs_weight;  // whether ATen computes W's gradient
-    {  // this frees the partial sums' memory before dx is allocated
-        const auto [channel_sums, weight_sums] = launch(x, parameters, statistics, dh, 0, grad, needs_weight);
-        const auto sum = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble); };
-        sums.copy_(sum(channel_sums));
-        if (weight_sums.defined()) {  // from (taps, channel_tiles * outs, 8) to (out_channels, in_channels, taps)
-            const auto to = grad_weight.flatten(2);
-            to.copy_(sum(weight_sums).permute({1, 2, 0}).slice(0, 0, to.size(0)).slice(1, 0, to.size(1)));
-            aten_weight = false;
-        }
-    }
+    sums.copy_(launch(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));
     if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, sums, grad_weight};  // x is h
     const Tensor weight = parameters[kWeight].to(dtype).contiguous();
     const bool aten_x = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // where cuDNN is as fast as we are
@@ -2080,11 +1849,11 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
         dx = at::empty(x.sizes(), dh.options());
         convolve_gradient(dh, weight, dx);
     }
-    if (aten_x || aten_weight) {
+    if (aten_x || needs_weight) {
         const auto found = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1}, false,
-            {0, 0}, 1, {aten_x, aten_weight, false});
+            {0, 0}, 1, {aten_x, needs_weight, false});
         if (aten_x) dx = std::get<0>(found);
-        if (aten_weight) grad_weight.copy_(std::get<1>(found));
+        if (needs_weight) grad_weight.copy_(std::get<1>(found));
     }
     return {dx, sums, grad_weight};
 }
