@@ -24,6 +24,8 @@ RANDOM = "changes a random state"
 REUSED = "gives the memory of an earlier answer again"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
 MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 200, 0.4, 0.1  # of calls, and of one graph's backward, that may race
+# Of a slope: how often it is taken, and of how many tensors; the step in units of their size.
+SLOPES, MOST_SLOPES, SLOPE_STEP, SLOPE_SECONDS = 10, 16, 1e-2, 2.0
 # Of a name that the Model has for a tensor the candidate's; None where they are the same, {} where none was matched.
 Own = dict[str, str] | None
 
@@ -51,8 +53,10 @@ class How(Flag):
     REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
     OTHER_PART = auto()  # the second, fourth, ... parameter is frozen, and only the first output has a gradient
+    WRITTEN = auto()  # outputs are written in place between the forward and the backward pass, as relu_ does
     # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
+    SPARING = auto()  # only those weights are written whose values change
     TWIN = auto()  # another instance, with other weights, is called first
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
@@ -207,6 +211,10 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
     found = {f"output {k}" if len(leaves) > 1 else "output": leaf for k, leaf in enumerate(leaves)}
     if request.direction == "forward_backward" and wanted and roots:
         incoming = [normal_like(x, request) for x in roots]
+        if How.WRITTEN in request.how:
+            with torch.no_grad():
+                for x in roots:
+                    x.fill_(0.5)
         of = list(wanted.values())
         backward = partial(torch.autograd.grad, roots, of, incoming, allow_unused=True)
         if How.REPEATED in request.how:
@@ -224,6 +232,54 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
     found = {name: compared(leaf) for name, leaf in found.items()}
     tree = re.sub(r"\bjudged_\d+\.", "", str(tree_structure(result)))
     return Answer(found, forms, tree.replace("ModelNew", "Model"), i, did)
+
+
+def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
+    """The parameters and inputs along which a module's gradient is not the slope of its own outputs.
+
+    The slope is a central difference, along normal numbers of a tensor's size; the outputs are weighted by normal
+    numbers. It counts where half the step gives the same. Each call begins from the same random state.
+    """
+    module.train(training)
+    tensors = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    tensors |= {f"input {i}": x.requires_grad_() for i, x in enumerate(tensors_of(inputs)) if x.is_floating_point()}
+    tensors = dict(list(tensors.items())[:MOST_SLOPES])
+    stand = [(x, x.detach().clone()) for x in module.buffers()]
+
+    def weighted(draw: int) -> tuple[torch.Tensor, float]:
+        reseed(seed + APART)
+        outputs = [x for x in tensors_of(module(*inputs)) if x.is_floating_point()]
+        terms = [x.double() * normal_like(x, Request("", seed=seed + draw)).double() for x in outputs]
+        return sum(x.sum() for x in terms), sum(float(x.detach().abs().sum()) for x in terms)
+
+    differ, begin = {name: [] for name in tensors}, time.perf_counter()
+    for draw in range(SLOPES):
+        if time.perf_counter() - begin > SLOPE_SECONDS:
+            break
+        with torch.enable_grad():
+            total, size = weighted(draw)
+            gradients = torch.autograd.grad(total, [*tensors.values()], allow_unused=True)
+        for (name, x), gradient in zip(tensors.items(), gradients):
+            if gradient is None:
+                continue
+            along = normal_like(x, Request("", seed=seed + draw)) * (x.detach().square().mean().sqrt() or 1.0)
+            claimed, old, slopes = float((gradient.double() * along.double()).sum()), x.detach().clone(), []
+            with torch.no_grad():
+                for step in (SLOPE_STEP, SLOPE_STEP / 2):
+                    ends = []
+                    for sign in (1, -1):
+                        x.copy_(old + sign * step * along)
+                        ends.append(weighted(draw)[0])
+                    slopes.append(float(ends[0] - ends[1]) / (2 * step))
+                x.copy_(old)
+            most = max(abs(claimed), *map(abs, slopes))
+            noise = torch.finfo(x.dtype).eps * size / SLOPE_STEP
+            if abs(slopes[0] - slopes[1]) <= 0.05 * most and most > 20 * noise:
+                differ[name].append(not abs(claimed - slopes[1]) <= 0.2 * most)
+    for x, before in stand:
+        x.copy_(before)
+    module.eval()
+    return [name for name, each in differ.items() if sum(each) >= max(3, len(each) / 2)]
 
 
 def watched(module, sets: list, own: Own) -> dict[str, torch.Tensor]:
@@ -303,7 +359,8 @@ def form_of(leaf, output_of: Request | None = None) -> list:
     what = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
     matter = output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel()
     strides = [stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())] if matter else []
-    return [what, strides, str(leaf.requires_grad) if output_of else ""]
+    recorded = f"{leaf.requires_grad}{' of a leaf' * (leaf.requires_grad and leaf.is_leaf)}" if output_of else ""
+    return [what, strides, recorded]
 
 
 def places_of(forms: list[list], answers: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,8 +7,10 @@ passes kernels that lost half the digits; an error ratio alone has no meaning in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 import torch
@@ -20,6 +22,7 @@ ERROR_RATIO = 2.0
 ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in another order, another library's tanh
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 LEAST_VALUES = 1000  # of what is drawn at random: of fewer nothing is said
+DISTANCE = "mean square distance from the Model's"
 STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
@@ -137,26 +140,51 @@ def scale_of(name: str, x: torch.Tensor) -> float:
     return max(1.0, norm / max(1, x.numel()) ** 0.5)
 
 
-def unlike(name: str, new: torch.Tensor, eager: torch.Tensor, other: torch.Tensor) -> list[str]:
+def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
     """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not, nor how
-    far they are from the Model's: not farther than `other`, the Model's for the same inputs when it draws again."""
+    far they are from the Model's: not farther than the Model's for the same inputs when it draws again.
+
+    `drawn`: of several answers the candidate's and two of the Model's. The values of a row may depend on each other, as
+    where whole channels are dropped, so a mean's standard error is also seen from row to row.
+    """
     figures = {
-        "mean": (new, eager),
-        "mean square": (new.square(), eager.square()),
-        "share of zeros": ((new == 0).double(), (eager == 0).double()),
-        "share of finite numbers": (new.isfinite().double(), eager.isfinite().double()),
-        "mean square distance from the Model's": (torch.square(new - eager), torch.square(other - eager)),
+        "mean": lambda new, eager, _: (new, eager),
+        "mean square": lambda new, eager, _: (new.square(), eager.square()),
+        "share of zeros": lambda *three: [(x == 0).double() for x in three[:2]],
+        "share of finite numbers": lambda *three: [x.isfinite().double() for x in three[:2]],
+        DISTANCE: lambda new, eager, other: (torch.square(new - eager), torch.square(other - eager)),
     }
+    for dim in range(drawn[0][0].dim()):
+        figures[f"share of zeros beside a zero along dimension {dim}"] = partial(beside_zeros, dim)
     said = []
-    for what, (mine, theirs) in figures.items():
-        mine, theirs = (x[x.isfinite()] for x in (mine, theirs))
-        if min(len(mine), len(theirs)) < LEAST_VALUES:
-            continue
-        spread = STANDARD_ERRORS * (mine.var() / len(mine) + theirs.var() / len(theirs)).sqrt()
-        more = mine.mean() - theirs.mean()
-        if not (more if "distance" in what else abs(more)) <= spread + 1e-6 * theirs.abs().mean():
-            said.append(f"{name}: the {what} is {mine.mean():.4g}, that of the Model's {theirs.mean():.4g}")
+    for what, figure in figures.items():
+        (mine, error), (theirs, other_error) = map(mean_of, zip(*(figure(*three) for three in drawn)))
+        spread = STANDARD_ERRORS * (error**2 + other_error**2) ** 0.5
+        more = mine - theirs
+        if not (more if what == DISTANCE else abs(more)) <= spread + 1e-6 * abs(theirs):
+            said.append(f"{name}: the {what} is {mine:.4g}, that of the Model's {theirs:.4g}")
     return said
+
+
+def beside_zeros(dim: int, *three: torch.Tensor) -> list[torch.Tensor]:
+    zeros = [x == 0 for x in three[:2]]
+    return [(x.narrow(dim, 0, x.shape[dim] - 1) & x.narrow(dim, 1, x.shape[dim] - 1)).double() for x in zeros]
+
+
+def mean_of(answers: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """The mean of the finite values, and its standard error: of single values, or of rows where that is larger. No
+    mean, and any error, where there are too few values."""
+    answers = [x.masked_fill(~x.isfinite(), math.nan).reshape(len(x), -1) for x in answers if x.numel()]
+    values = torch.cat([x.flatten() for x in answers]) if answers else torch.empty(0)
+    values = values[~values.isnan()]
+    if len(values) < LEAST_VALUES:
+        return 0.0, inf
+    error = (values.var() / len(values)).sqrt()
+    rows = torch.cat([x.nanmean(1) for x in answers])
+    rows = rows[~rows.isnan()]
+    if len(rows) > 1 and answers[0].shape[1] > 1:
+        error = torch.maximum(error, (rows.var() / len(rows)).sqrt())
+    return float(values.mean()), float(error)
 
 
 class Coarsest(TorchDispatchMode):

@@ -15,6 +15,7 @@ from math import inf, nan
 import torch
 
 from judge.answers import LAYOUTS, How, Request
+from judge.source import reseed
 
 secret = random.SystemRandom()  # numbers that no candidate foresees
 LOOKED_AT = 1 << 22  # elements of an input, to see what it is
@@ -139,7 +140,10 @@ class Inputs:
         """Other integers of the range that is there, and truth values of both kinds. What is ordered keeps its ends; of
         an ordered mask, which tells lengths, the rows change places. A row keeps its numbers, in another order, if they
         are the same in all rows, or a few numbers in floating point."""
-        if x.is_floating_point() and not self.few or self.equal:
+        if x.is_floating_point() and not self.few:
+            return
+        if self.equal:  # lengths that are all the longest, say
+            x.fill_(int(self.low) // 2 if self.low == self.high > 1 else x.reshape(-1)[0].item())
             return
         mask = self.few or x.dtype == torch.bool
         if self.ordered and mask:
@@ -168,6 +172,24 @@ class Inputs:
 def part(x: torch.Tensor) -> torch.Tensor:
     """Of a large tensor the first rows."""
     return x[: max(1, LOOKED_AT * len(x) // x.numel())] if x.dim() and x.numel() > LOOKED_AT else x
+
+
+def perturb(model: torch.nn.Module, seed: int, which: slice = slice(None)) -> None:
+    """New values for what is floating in the state, all or some, of the size it had; for zeros small numbers."""
+    reseed(-1 - seed)  # inputs have seeds from 0 on
+    floating = [x for x in model.state_dict().values() if isinstance(x, torch.Tensor)]
+    for tensor in [x for x in floating if x.is_floating_point() or x.is_complex()][which]:
+        factors = torch.rand_like(tensor) + 0.5
+        tensor.mul_(factors) if tensor.any() else tensor.copy_(factors - 1.0)
+
+
+def every_second(model: torch.nn.Module) -> None:
+    perturb(model, 0, slice(0, None, 2))
+
+
+def all_of_them(model: torch.nn.Module) -> None:
+    every_second(model)
+    perturb(model, 1, slice(1, None, 2))
 
 
 def signs(model: torch.nn.Module) -> None:
@@ -210,6 +232,8 @@ SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_lik
 REQUESTS = {
     "forward": [
         Request("two instances with other weights in turns", how=How.TWIN),
+        Request("every second weight changed since the last call", how=How.SPARING, weights=every_second),
+        Request("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
         Request("inputs that differ from the last ones in the middle", order=(0, 1), change=reverse_middle, alike=True),
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
@@ -235,6 +259,7 @@ REQUESTS = {
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
         BOTH("a second backward pass of one graph", how=How.REPEATED, **MAY_REFUSE),
+        BOTH("the outputs written in place before the backward pass", how=How.WRITTEN, **MAY_REFUSE),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
         BOTH("only the last output in the loss, every second parameter frozen", how=How.IN_PART),

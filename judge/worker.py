@@ -56,6 +56,7 @@ from judge.answers import (
     Own,
     Request,
     answers_of,
+    apart,
     compared,
     form_of,
     least_like_first,
@@ -66,7 +67,9 @@ from judge.answers import (
     state_by_name,
     tensors_of,
     wanted_of,
+    wrong_slopes,
 )
+from judge.requests import perturb
 from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, reseed, set_precision
 from judge.switches import Switches
 
@@ -82,6 +85,8 @@ REPLIES = {
     "call": {"forms": [[FORM]], "tree": "", "did": [""], "graphs": True},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
     "time": {"ms": 0.0, "forms": [FORM]},
+    "aged": {"aged": True},
+    "slopes": {"wrong_slopes": [""]},
     "profile": {"table": ""},
 }
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
@@ -266,6 +271,30 @@ class Contender:
         self.modules = [first, made, *last]
         return lacks
 
+    def aged(self, sets: list, seed: int, tolerance: float) -> dict:
+        """Whether a module that was called, and whose weights then changed, answers as a new one with these weights."""
+        module, (inputs,) = self.modules[0], self._own(sets)
+        new = cast(self.problem.make(self.cls, seed), self.dtype, self.device)
+        before = {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, torch.Tensor)}
+        with torch.no_grad():
+            module(*inputs)
+            for each in (module, new):
+                perturb(each, seed)
+            reseed(seed)
+            found = module(*inputs)
+            reseed(seed)
+            right = new(*inputs)
+            size = max((float(x.abs().max()) for x in tensors_of(right) if x.numel()), default=0.0)
+            for name, x in before.items():
+                module.state_dict()[name].copy_(x)
+        self.put_back()
+        return {"aged": not apart(found, right) <= tolerance * (1 + size)}
+
+    def slopes(self, sets: list, training: bool, seed: int) -> dict:
+        found = wrong_slopes(self.modules[0], self._own(sets)[0], training, seed)
+        self.put_back()
+        return {"wrong_slopes": found}
+
     def made(self, seed: int) -> None:
         """Other weights, where they can only be made."""
         self.remake(seed, other=seed + 1)
@@ -283,7 +312,8 @@ class Contender:
         else:
             with torch.no_grad():
                 for name, x in state_by_name(module, own).items():
-                    x.copy_(state[name])
+                    if How.SPARING not in how or not same_bits(x, state[name].to(x.device)):
+                        x.copy_(state[name])
 
     def call(self, request: Request, own: Own, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
