@@ -21,6 +21,7 @@ from judge.gates import chunks, distance
 from judge.source import reseed
 
 RANDOM = "changes a random state"
+OF_A_LEAF = " of a leaf"
 REUSED = "gives the memory of an earlier answer again"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
 MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 200, 0.4, 0.1  # of calls, and of one graph's backward, that may race
@@ -262,7 +263,7 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
         for (name, x), gradient in zip(tensors.items(), gradients):
             if gradient is None:
                 continue
-            along = normal_like(x, Request("", seed=seed + draw)) * (x.detach().square().mean().sqrt() or 1.0)
+            along = normal_like(x, Request("", seed=seed + SLOPES + draw)) * (x.detach().square().mean().sqrt() or 1.0)
             claimed, old, slopes = float((gradient.double() * along.double()).sum()), x.detach().clone(), []
             with torch.no_grad():
                 for step in (SLOPE_STEP, SLOPE_STEP / 2):
@@ -359,8 +360,8 @@ def form_of(leaf, output_of: Request | None = None) -> list:
     what = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
     matter = output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel()
     strides = [stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())] if matter else []
-    recorded = f"{leaf.requires_grad}{' of a leaf' * (leaf.requires_grad and leaf.is_leaf)}" if output_of else ""
-    return [what, strides, recorded]
+    recorded = str(leaf.requires_grad) + OF_A_LEAF * (leaf.requires_grad and leaf.is_leaf)
+    return [what, strides, recorded if output_of else ""]
 
 
 def places_of(forms: list[list], answers: list[torch.Tensor]) -> list[torch.Tensor]:

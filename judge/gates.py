@@ -23,6 +23,7 @@ ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in anothe
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 LEAST_VALUES = 1000  # of what is drawn at random: of fewer nothing is said
 DISTANCE = "mean square distance from the Model's"
+FEW_ROWS, MANY_ROWS_SHARE = 16, 0.6  # seen from few rows, a standard error may itself be far off
 STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
@@ -183,7 +184,8 @@ def mean_of(answers: tuple[torch.Tensor, ...]) -> tuple[float, float]:
     rows = torch.cat([x.nanmean(1) for x in answers])
     rows = rows[~rows.isnan()]
     if len(rows) > 1 and answers[0].shape[1] > 1:
-        error = torch.maximum(error, (rows.var() / len(rows)).sqrt())
+        share = 1.0 if len(rows) < FEW_ROWS else MANY_ROWS_SHARE
+        error = torch.maximum(error, share * (rows.var() / len(rows)).sqrt())
     return float(values.mean()), float(error)
 
 

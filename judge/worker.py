@@ -69,6 +69,7 @@ from judge.answers import (
     wanted_of,
     wrong_slopes,
 )
+from judge.gates import as_numbers
 from judge.requests import perturb
 from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, reseed, set_precision
 from judge.switches import Switches
@@ -284,7 +285,10 @@ class Contender:
             found = module(*inputs)
             reseed(seed)
             right = new(*inputs)
-            size = max((float(x.abs().max()) for x in tensors_of(right) if x.numel()), default=0.0)
+            size = max(
+                (float(as_numbers(x).to(torch.complex128).abs().max()) for x in tensors_of(right) if x.numel()),
+                default=0.0,
+            )
             for name, x in before.items():
                 module.state_dict()[name].copy_(x)
         self.put_back()
