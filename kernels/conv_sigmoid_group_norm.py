@@ -31,9 +31,9 @@ takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: t
 "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
-    float32                       1.153 ms (5.12x, 2.92x)     5.216 ms (3.54x, 2.60x)
-    float32, compiled for 8.0     1.141 ms (5.17x)            5.208 ms (3.55x)
-    bfloat16                      0.758 ms (7.02x, 3.66x)     3.225 ms (3.92x, 2.47x)
+    float32                       1.159 ms (5.04x, 2.91x)     7.050 ms (2.61x, 1.93x)
+    float32, compiled for 8.0     1.152 ms (5.07x)            7.089 ms (2.59x)
+    bfloat16                      0.756 ms (6.96x, 3.66x)     4.350 ms (2.87x, 1.83x)
 """
 
 import contextlib
