@@ -23,8 +23,9 @@ The forward keeps v in registers and writes its output once. It reads x once for
 result once; twice if it needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions
 (compute capability 8.0, 9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other
 GPUs uses FMA. If gradients are wanted, the forward saves its input, the parameters, mean and rstd. The backward
-computes h again. Where our kernels convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input
-channels. ATen computes W's gradient, and x's elsewhere. Our kernels' results are the same bits each time.
+computes h again, or reads cuDNN's result again. Where our kernels convolve, they compute x's gradient, too, for 3x3
+convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give the same
+bits each time; cuDNN's may not, and in float32 they use TF32 unless torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile;
@@ -105,23 +106,24 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads computes a tile. It
 // loads a stage, which is at most 8 input channels, into shared memory, adds their products with the weights to the
 // sums in registers, and goes on with the next stage. Then it adds up what the statistics need, and publishes these
-// sums: it writes them to global memory. It waits until all tiles of the sample are published, and then computes its
-// output from the values in its registers; the backward reads g a second time. So a block writes its output once. It
-// reads its part of x once, for all of its output channels, and with it the pixels around the tile that the convolution
-// needs.
+// sums: it writes them to global memory. It waits until all tiles of the sample are published (not for the gradient of
+// x), and then computes its output from the values in its registers; the backward reads g a second time. So a block
+// writes its output once. It reads its part of x once, for all of its output channels, and with it the pixels around
+// the tile that the convolution needs.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
 //   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
-//   output       out = (v - mean) rstd gamma + beta      dh; partial sums of parameter gradients      dx
+//   output       out = (v - mean) rstd gamma + beta      dh; dbeta, dgamma, dbias, dscale             dx
 //
-// Here bias is the convolution's bias plus the network's, z = h scale, and g is the gradient of out. dx, dh, dv, dz, dW
-// are the gradients of x, h, v, z and the convolution's weights W. dx is a convolution too. Its input is dh with zeros
+// Here bias is the convolution's bias plus the network's, z = h scale, and g is the gradient of out. dx, dh, dv, dz are
+// the gradients of x, h, v, z, and W is the convolution's weights. dx is a convolution too. Its input is dh with zeros
 // around it. Its weights are W, rotated by 180 degrees, with input and output channels exchanged. So in that direction
 // the code's `x` is dh, and its `out_channels` are x's channels.
 //
 // If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of conv(x), which
-// PyTorch has computed. `_convolves` in the Python below decides this: with many input channels cuDNN is faster.
+// PyTorch has computed. `_convolves` in the Python below decides this: if the kernel is neither 3x3 nor 1x1, or if
+// there are many input channels, for which cuDNN is faster.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
@@ -150,7 +152,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   channels 1 and 9      lane 4     5      6      7      4  ...       7
 //
 // Where a comment says that another way takes 1.03 times as long, it compares the whole kernel's time with that of this
-// code. Both were measured in turns on an H200, in float32, at the benchmark shapes.
+// code. Both were measured in turns on an H200, in float32 unless it says otherwise, at the benchmark shapes.
 
 constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
     return capability == 80 || capability == 90 || capability == 100 || capability == 103;
@@ -362,12 +364,12 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 // each stage's weights. x's unit and the weights' unit are the inverses of these powers; `unit` is the product of both.
 // So x w is `unit` times the product of the scaled x and the scaled w.
 //
-// A product of scaled numbers has two errors. One is relative, below 2^-21, and like float32's own: leaving out lo lo'
-// costs up to 2^-22, rounding each lo 2^-23. (For random numbers the median is 2^-25.) The other is absolute. lo is a
-// multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other
-// factor is below 2^14. So the product is wrong by up to 2^-11, and a stage of 8 channels and 9 taps adds to h an error
-// of at most 72 * 2^-11 < 0.04 times `unit`; for random numbers at most about 0.001 times `unit`. Where this might
-// change z, `recompute_in_float` computes h again.
+// A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22,
+// rounding each lo 2^-23. (Rounding to float32 costs up to 2^-24. For random numbers the median of this error is
+// 2^-25.) The other is absolute. lo is a multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of
+// a scaled number below 2^-2. The other factor is below 2^14. So the product is wrong by up to 2^-11, and a stage of 8
+// channels and 9 taps adds to h an error of at most 72 * 2^-11 < 0.04 times `unit`; for random numbers at most about
+// 0.001 times `unit`. Where this might change z, `recompute_in_float` computes h again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
     return min(p.stage, p.in_channels - first_in);
@@ -448,7 +450,7 @@ __device__ __forceinline__ float power_for(float largest) {
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
     return exponent < kInfinite ? __uint_as_float((kBias + 13 - exponent + kBias) << 23) : NAN;
 }
-// 1 / scale, of a power of two. (__frcp_rn is a function call, which takes more registers.)
+// 1 / scale, where scale is a power of two. (__frcp_rn is a function call, which takes more registers.)
 __device__ __forceinline__ float inverse_of_power(float scale) {
     return __uint_as_float((2 * 127 << 23) - __float_as_uint(scale));
 }
@@ -456,8 +458,9 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
     hi = __float2half_rn(v);
     lo = __float2half_rn(v - __half2float(hi));
 }
-// By a block: each thread waits for its own cp.async copies and stores them to x: without tensor cores 16-bit values as
-// floats; with them 16-bit values as they are, float32 values as two pieces. Returns x's unit, see Pieces.
+// By a block: each thread waits for its own cp.async copies. Without tensor cores, float32 values stay where they are,
+// and 16-bit values are stored to x as floats. With tensor cores the thread stores the channels of each pixel side by
+// side: 16-bit values as they are, float32 values as two pieces. Returns x's unit, see Pieces.
 // Contains a __syncthreads if kTensor and T is float.
 template <typename T, int PACK>
 __device__ __forceinline__ float receive_packs(
@@ -540,8 +543,9 @@ __device__ __forceinline__ void load_parameters(const Arguments& p, int channel,
     if (i >= p.outs || o >= p.out_channels) return;
     shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
 }
-// By a block, for such a tile: loads the weights of a stage's input channels, from `first_in` on, as (in, tap, out) or,
-// with tensor cores, as `multiply` reads them; and the channels' parameters. Returns the weights' unit, see Pieces.
+// By a block, for a tile whose first output channel is `channel`: loads the weights of a stage's input channels, from
+// `first_in` on, as (in, tap, out) or, with tensor cores, as `multiply` reads them; and, but for the gradient of x, the
+// channels' parameters. Returns the weights' unit, see Pieces.
 // Contains a __syncthreads if kTensor and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
@@ -872,7 +876,7 @@ __device__ __forceinline__ double& channel_sum(const Arguments& p, const Tile& t
     return p.channel_sums[(row * 4 + which) * p.out_channels + tile.channel + c];
 }
 
-// By the first warp: writes the tile's sums to global memory, then adds 1 to the sample's counter.
+// By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
 template <bool BACKWARD>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared, int lane) {
     const int outs = p.outs, end = min(outs, p.out_channels - tile.channel);
@@ -903,7 +907,8 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     if (p.mode != kWait) return;
     __syncwarp();
     unsigned* const done = p.done + int64_t(tile.sample) * kCounterStep;
-    // A thread that acquires a count with this 1 in it sees the warp's writes. Two fences take 1.012 times as long.
+    // A thread that acquires a count with this 1 in it sees the warp's writes. With a __threadfence here and one after
+    // the wait, in place of release and acquire, the kernel takes 1.012 times as long.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
 }
 
@@ -919,6 +924,7 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 }
 
 // By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues.
+// The forward also writes the group's Statistics.
 template <bool BACKWARD>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.channel + p.outs, p.out_channels);
@@ -992,13 +998,13 @@ __device__ __forceinline__ void sum_values(
     constexpr int kSecond = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
     constexpr int kThird = 6 * kPairs;  // a pixel of the fourth row
     const unsigned valid = __shfl_sync(~0u, pixels.valid, kSecond, kChannelLanes) & pixels.valid >> kThird;
-    const bool three = (valid & 1) != 0;  // asked of the first lane
+    const bool three = (valid & 1) != 0;  // of each channel's first lane: only its value is used
     Addend sums[2 * kChannels] = {};
     float anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        // The anchor is the median of three pixels: the first lane's first one and, in its fourth row, another, and the
-        // one four columns to the right. No two of them depend on the same pixel of x, so one huge pixel of x, which
+        // The anchor is the median of three pixels: the first lane's first pixel, one of its fourth row, and the pixel
+        // four columns to the right of the first. No two of them depend on the same pixel of x, so a huge x, which
         // saturates v near it, does not make the anchor an outlier. If the second or the third is outside the output,
         // the anchor is the first. If that is outside too, sums_of_channel omits this warp.
         const float first = v[o][0];
@@ -1090,8 +1096,8 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// By a block: prefetches a tile's g, or the h that PyTorch has computed, from `images` into L2. Without this the
-// backward takes 1.03 times as long, and a forward that loads h of 16 bits 1.03 to 1.07 times.
+// By a block: prefetches a tile's g, or the conv(x) that PyTorch has computed, from `images` into L2. Without this the
+// backward takes 1.03 times as long, and a forward that loads conv(x) of 16 bits 1.03 to 1.07 times.
 template <typename T>
 __device__ __forceinline__ void prefetch(const Arguments& p, const Tile& tile, const void* images) {
     const int last = min(kColumns, p.columns - tile.column) - 1;
@@ -1257,7 +1263,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
             __syncthreads();
             convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first_in), unit, h);
         }
-        if (p.in_channels == 0) __syncthreads();  // until here, warps may read the last tile and its parameters
+        if (p.in_channels == 0) __syncthreads();  // until here, warps may read the previous tile and its parameters
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.in_channels == 0) {
             load_convolved<T>(p, tile, shared, h);
@@ -1278,7 +1284,7 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         }
         __syncthreads();
         if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
-        if (next.number < p.all_tiles) {  // arrives while the other blocks publish
+        if (next.number < p.all_tiles) {  // this arrives while the other blocks publish
             if (p.in_channels > 0) copy_x<T>(p, next, 0, raw);
             else if (DIRECTION == kForward) prefetch<T>(p, next, p.x);
         }
@@ -1842,7 +1848,7 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
     if (nothing) return {dx.zero_(), sums.zero_(), grad_weight.zero_()};
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
     sums.copy_(launch(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));
-    if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, sums, grad_weight};  // x is h
+    if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, sums, grad_weight};  // dh is x's gradient
     const Tensor weight = parameters[kWeight].to(dtype).contiguous();
     const bool aten_x = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // where cuDNN is as fast as we are
     if (needs_x && !aten_x) {
@@ -2002,9 +2008,9 @@ _check_activation()
 
 
 def _after_conv(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
-    """The Model's lines behind the convolution, as a function of its tensors."""
+    """The Model's lines after the convolution, as a function of its tensors."""
     h = _activate(h, bias, scale)
-    # nn.functional's raises an error for groups of one value, as the Model does, but takes 4 us more than torch's.
+    # For one sample whose groups have one value nn.functional's raises an error, as the Model does. It takes 4 us more.
     group_norm = nn.functional.group_norm if h.numel() == groups else torch.group_norm
     return group_norm(h, groups, weight, group_bias, eps)
 
@@ -2060,7 +2066,7 @@ def fits(tensors: tuple, groups: int) -> bool:
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether our operators convolve, too. On a GPU cuDNN does larger kernels, and more input channels, faster."""
+    """Whether our operators convolve, too. On a GPU they do 3x3 and 1x1; of many input channels cuDNN is faster."""
     _, ins, high, wide = weight.shape
     return x.is_cpu or (high, wide) in ((1, 1), (3, 3)) and ins <= (32 if x.dtype == torch.float32 else 16)
 
@@ -2073,7 +2079,7 @@ def recorded(tensors: tuple) -> bool:
 class ConvSigmoidGroupNorm(torch.autograd.Function):
     """The whole network. If the weight has no input channels, x is the convolution's output, and this is the rest.
 
-    The forward saves its inputs and the groups' statistics; the backward computes h again, unless it is x.
+    The forward saves its inputs and the groups' statistics; the backward computes h again.
     """
 
     @staticmethod
@@ -2089,7 +2095,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     def backward(ctx, grad):
         (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph=True: computed by what PyTorch can differentiate again
-            # Views, so that a tensor which was computed from another of them does not add to that one's gradient.
+            # Views: if one of the tensors was computed from another, each still gets only its own gradient.
             tensors = [t.view_as(t) for t in tensors]
             x, weight, conv_bias, *others = tensors
             h = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
