@@ -196,7 +196,8 @@ class Judge:
         directions, seconds = self.options.directions, None
         measure = self._profile if self.options.profile else self._time
         stages = [(direction, runs[i:], False) for i, direction in enumerate(directions)]
-        stages += [(DIRECTIONS[2], runs[2:], True), (DIRECTIONS[0], runs, True)]
+        backward = [run for run in runs if run.direction == DIRECTIONS[2]]
+        stages += [(DIRECTIONS[2], backward, True), (DIRECTIONS[0], runs, True)]
         for direction, runs_at_stake, after in stages:
             at_stake = [run for run in runs_at_stake if run.status in (record.RIGHT, record.DROP_IN)]
             if not at_stake:

@@ -77,7 +77,7 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, dete
 
 @products.on_hopper
 @pytest.mark.parametrize(("case", "dtype"), FAST, ids=str)
-def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype):
+def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype, deterministic):
     """Also in a checkpoint, which runs it without them first, and then once more with them."""
     _, new, inputs = build(case, "cuda", dtype)
     expected = output_and_gradients(new, inputs, None)
