@@ -96,6 +96,11 @@ class Case:
     drawn: dict[str, list] = field(default_factory=dict)  # at random, by name: the candidate's, two of the Model's
     sloped: set[bool] = field(default_factory=set)  # in which modes, training or not, slopes were looked at
 
+    @property
+    def unmatched(self) -> bool:
+        """No tensor of the candidate's could be matched with the Model's: it is judged as made from the same seed."""
+        return self.own == {} and bool(self.initial)
+
     def inputs(self, seed: int, batch: int | None = None) -> list:
         """The same on every call: they are drawn again rather than kept, which would take memory."""
         with of_the_model():
@@ -309,7 +314,7 @@ def check(case: Case, direction: str, after: bool = False, gradients: bool = Fal
         seeds(case, direction)
     later = requests_after(case.device, case.small_batch, direction, gradients)
     asked = later if after else REQUESTS.get(direction, [])
-    if case.own == {} and not after and direction == "forward":
+    if case.unmatched and not after and direction == "forward":
         given = case.share([case.inputs(20, case.small_batch)])
         least = gates.TOLERANCE[case.precision][case.dtype]
         reply = case.workers["new"].ask("aged", sets=given, seed=case.made_from, tolerance=least)
@@ -353,7 +358,7 @@ def both_gates(case: Case, direction: str) -> None:
         case.errors = {}
         for seed in range(draw * SEEDS, (draw + 1) * SEEDS):
             case.tell(f"checking {direction}, seed {seed + 1} of {(draw + 1) * SEEDS}")
-            if case.own == {} and case.initial:
+            if case.unmatched:
                 case.make(case.seed + seed)
                 case.workers["new"].ask("made", seed=case.made_from)
             else:
@@ -494,7 +499,7 @@ def put(case: Case, request: Request, must: bool) -> None:
 
     for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
-    if request.direction == "forward_backward" and (case.own == {} or RANDOM in expected[0].did):
+    if request.direction == "forward_backward" and (case.unmatched or RANDOM in expected[0].did):
         look_at_slopes(case, request, given)
     if len(request.order) > 2 and not expected[0].did and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import io
+import os
 import random
 import re
 import sys
@@ -67,9 +68,10 @@ class Problem:
         self.text = path.read_text() if text is None else text
         self.module = load(path, self.text)
         vars(self.module).update(self.constants)
-        modules = [Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]]
-        imported = [file for file in modules if file.parent == path.resolve().parent and file.name != path.name]
-        self.imported = {file: file.read_bytes() for file in imported if file.is_file()}  # what lies beside it
+        files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+        beside = str(path.resolve().parent)
+        imported = [Path(file) for file in files if os.path.dirname(file) == beside]
+        self.imported = {file: file.read_bytes() for file in imported if file.is_file() and file.name != path.name}
         self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [])]  # the shapes worth a measurement
         self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second
         self.batch: int | None = getattr(self.module, "batch_size", None)

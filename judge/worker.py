@@ -93,9 +93,10 @@ REPLIES = {
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
 WHEN = {"load": "at import", "made": "when it was made from another seed", "profile": "while it was profiled"}
 Event, perf_counter = torch.cuda.Event, time.perf_counter
-# Contenders are forked from a server that never initialises CUDA. It has loaded torch, and what autograd.grad imports
-# when it is first called: sympy, 0.3 s.
-multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "judge.worker"])
+# Contenders are forked from a server that never initialises CUDA. It has loaded torch, NumPy's random numbers, and what
+# autograd.grad imports when it is first called: sympy, 0.3 s.
+PRELOADED = ["torch", "torch.fx.experimental.symbolic_shapes", "numpy.random", "judge.worker"]
+multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 class Rejected(Exception):
