@@ -22,12 +22,14 @@ import torch
 
 from judge.answers import RANDOM, How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
-from judge.requests import secret
+from judge.requests import Inputs, secret
+from judge.source import reseed
 from judge.worker import FLUSH_BYTES, Rejected, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_CALLS, CALLS_BYTES = 8, 1 << 30  # of a turn, and of their inputs, which are drawn before the round
 MOST_KEPT, KEPT_BYTES = 8, 2 << 30  # of the timed answers that are looked at, of the candidate's and of eager's each
+SAMPLED, TRIED = 64, 3  # elements of an answer that are held against the last one's; other integers that are tried
 LONGEST_TURN_MS = 50.0
 CPU_FLUSHES, LONGEST_FLUSH_US = 1, 4000.0  # before each timed call; on a GPU as many as outlast the call's launch
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
@@ -77,12 +79,19 @@ class Ring:
         self.incoming = case.share([normal_like(x, self.request) for x in self.roots])
         nbytes = bytes_of([old, self.incoming])
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
+        self.varies = False
+        self.varies = self.can_vary()
         self.slot = case.share(old)
         self.seeds, self.draws, self.fresh = [], [], []
         self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
         self.old = old if self.keeps else []
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {"new": [], "eager": []}  # the answers that are looked at in the end
+        self.repeated = []  # and those of the candidate's that look like its answer to the call before
+        sizes = [x.numel() for x in self.answers]
+        chosen = [torch.tensor([secret.randrange(n) for _ in range(min(n, SAMPLED))]) for n in sizes]
+        self.places = [places.long().to(x.device) for places, x in zip(chosen, self.answers)]
+        self.last = []  # what the candidate's last answer had in these places
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
         settle(case.device)  # what others read is written
@@ -100,12 +109,27 @@ class Ring:
         self.fresh = [self.drawn(i) for i in range(calls)] if self.keeps else []
 
     def draw(self, seed: int, factor: float) -> list:
-        """Inputs that are scaled, in case a file ignores seeds."""
+        """Inputs that are scaled, in case a file ignores seeds; other integers, where all draws are the same."""
         drawn = self.case.inputs(seed)
         for x, known in zip(tensors_of(drawn), self.case.inputs_are):
             if known.free() and x.numel():
                 x.mul_(factor)
+            elif self.varies:
+                reseed(seed)
+                known.changed(x, Inputs.other_integers)
         return drawn
+
+    def can_vary(self) -> bool:
+        """Whether inputs that are the same in all draws may be others: the Model takes them."""
+        draws = [tensors_of(self.case.inputs(seed)) for seed in (0, 1)]
+        if any(known.free() for known in self.case.inputs_are) or not all(map(same_bits, *draws)):
+            return False
+        self.varies, shapes = True, [x.shape for x in self.answers]
+        with contextlib.suppress(Rejected), of_the_model(self.case.precision):
+            others = (self.draw(seed, 1.0) for seed in range(TRIED))
+            answers = [self.case.answers(copy.deepcopy(self.case.model), [each], self.request) for each in others]
+            return all([x.shape for x in found.tensors().values()] == shapes for (found,) in answers)
+        return False
 
     def given(self, i: int) -> tuple[list, list]:
         """The inputs of a call and the gradients that come in."""
@@ -161,12 +185,23 @@ class Ring:
                 raise Rejected(f"claims that a call took {reply['ms']} milliseconds")
             claimed.append(reply["ms"])
             beyond += more
-            if place is not None and i == looked_at:
+            repeats = name == "new" and self.repeats() and len(self.repeated) < self.most_kept
+            if place is not None and i == looked_at or repeats:
                 given = [x.clone() for x in places_of(reply["forms"], self.answers)]
-                kept[place : place + 1] = [(reply["forms"], given, self.draws[i], self.seeds[i])]
+                answer = reply["forms"], given, self.draws[i], self.seeds[i]
+                if repeats:
+                    self.repeated.append(answer)
+                else:
+                    kept[place : place + 1] = [answer]
         samples.ms[name].append(sum(claimed) / len(claimed))
         samples.beyond[name].append(beyond)
         return claimed
+
+    def repeats(self) -> bool:
+        """Whether an answer has what the last one had, wherever it was sampled."""
+        found = [x.reshape(-1)[places] for x, places in zip(self.answers, self.places)]
+        before, self.last = self.last, found
+        return bool(before) and all(map(same_bits, found, before))
 
     def stand_in(self, claimed: list[float], samples: Samples, flushes: int) -> None:
         """A turn of eager's process in which the GPU waits for as long as the candidate has claimed, call by call.
@@ -197,6 +232,7 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
             raise Rejected(f"writes the memory in which the judge hands out {name}")
     kept, request = ring.kept, ring.request
+    kept["new"] += ring.repeated
     del ring
     settle(case.device)
     for name, answers in kept.items():
