@@ -8,16 +8,16 @@ mean and var are those of a slice: the H x W values of one sample and channel. v
 compute capability 7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16. On a CPU
 they take only float32 without gradients. ModelNew calls PyTorch's instance_norm for everything else (see `fits`).
 
-Every value is used twice: for the mean and the variance and, when all of its slice has been read, for the output. The
-kernels read it from DRAM only once: between the two uses they keep its slice (in the backward also g's) on the chip.
-The size of x's slice decides where (on an H200; in brackets: the backward's limits):
+Every value is used twice: for the mean and the variance and, when all of its slice has been read, for the output. On a
+GPU the kernels read it from DRAM only once, but for the largest slices: between the two uses they keep its slice (in
+the backward also g's) on the chip. The size of x's slice decides where (on an H200; in brackets: in the backward):
 
     up to 64 KiB (32 KiB)                       in the registers of a group of 1 to 512 threads
-    up to 6.9 MiB, in 16 bits 9.2 (4.6 MiB)     in shared memory of several blocks, which wait for each other's sums
+    up to 6.9 MiB, in 16 bits 9.2 (4.6 MiB)     in shared memory of one or more blocks, which wait for each other's sums
     larger, or blocks cannot all run at once    nowhere: the input is read twice
 
-An H200 runs 132 blocks, one on each SM. Each keeps values in 216 KiB of shared memory, which is 27.8 MiB for all. In
-float32 a block keeps parts of four slices at a time, so a slice may have a quarter of it; in 16 bits three, so a third.
+There an H200 runs 132 blocks, one on each SM. Each keeps values in 216 KiB of shared memory, which is 27.8 MiB for all.
+In float32 a block keeps parts of four slices at a time, so a slice may have a quarter of it; in 16 bits three: a third.
 In the backward of the largest slices it keeps parts of three slices of x and of three of g, so the limit is a sixth. If
 16 does not divide a slice's bytes, the limits are a little lower. In the code below read "Memory" and "Sums", then
 "Small slices" or "Larger slices". `launch`, near the end, chooses a kernel.
@@ -65,10 +65,11 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory. A thread loads and stores packs. A pack is V consecutive values, at most 16 bytes, and its address is a
-// multiple of its size. A span is all the packs that one slice touches, numbered from 0. If V does not divide n, the
-// number of a slice's values, spans are RAGGED: a slice may begin and end inside a pack, and the other values of that
-// pack belong to its neighbours. Threads load such a pack whole, leave the neighbours' values out of the sums, and
-// store only the slice's own values, one by one. Here V is 4, n is 10; x is a value of slice 1, a dot another's:
+// multiple of its size, except in slices that are both STAGED and RAGGED, see below. A span is all the packs that one
+// slice touches, numbered from 0. If V does not divide n, the number of a slice's values, spans are RAGGED: a slice may
+// begin and end inside a pack, and the other values of that pack belong to its neighbours. Threads load such a pack
+// whole, leave the neighbours' values out of the sums, and store only the slice's own values, one by one. Here V is 4,
+// n is 10; x is a value of slice 1, a dot another's:
 //
 //      pack             0              1              2
 //               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
@@ -118,8 +119,9 @@ __device__ __forceinline__ void copy_async(void* shared, const void* from) {
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// Makes a cp.async group (of copies, not of threads) of what the thread began to copy since its last call, if anything.
-// Then it waits until all but the last N of the thread's groups are in shared memory. Before 8.0 it does nothing.
+// Makes a cp.async group (of copies, not of threads) of what the thread began to copy since its last call; the group
+// may be empty, but it counts. Then it waits until all but the last N of the thread's groups are in shared memory.
+// Before 8.0 it does nothing.
 template <int N> __device__ __forceinline__ void end_group_and_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" : : "n"(N) : "memory");
@@ -192,8 +194,9 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
-// x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. The shifts
-// are near the means, so mean(d) is small, and the difference loses little precision, even for noise around 10000.
+// x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. In float
+// the shifts are near the means, so mean(d) is small, and the difference loses little precision, even for noise around
+// 10000. The sums of large slices end in double, around the slice's first value.
 
 // Adds the values of `operands`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
 // It first adds up the values of a pack of 16 bytes, and then adds that to `sum`: so fewer roundings follow each other.
@@ -267,10 +270,10 @@ template <int OPERANDS> struct Norm {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Small slices are kept in registers. A group of threads has a slice, and each of its threads has up to PACKS packs of
-// it. The number of a group's threads is a power of two from 1 to 512. (If slices have one or two packs, a group has
-// two slices, and a thread one pack of each. For 4 x 4 in bfloat16 this takes 0.92 of the time of one slice a group.)
-// All arithmetic is in float. First the group takes a sample of the values, and uses the sample's means of x and g as
-// the shifts. Then it computes the sums around the shifts, and from these the Norm.
+// it. The number of a group's threads is a power of two from 1 to 512. (If slices are exactly one or two packs, a group
+// has two slices, and a thread one pack of each. For 4 x 4 in bfloat16 this takes 0.92 of the time of one slice a
+// group.) All arithmetic is in float. First the group takes a sample of the values, and uses the sample's means of x
+// and g as the shifts. Then it computes the sums around the shifts, and from these the Norm.
 //
 // In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
@@ -287,7 +290,7 @@ template <int OPERANDS> struct Norm {
 //            |            copied by all threads together
 //      shared memory    | slice 0 | slice 1 | slice 2 | ...      a thread has neighbouring values of its group's slice,
 //            |            taken by the thread that has them      an odd number of packs or, if RAGGED, of values, so
-//      registers          group 0   group 1   group 2            that lanes read different banks
+//      registers          group 0   group 1   group 2            that a group's lanes read different banks
 //
 // A thread's values there are a span of their own, RAGGED only at its end. The thread stores its outputs to shared
 // memory, where its values of x were. Then all threads copy the run to the output in global memory. If slices have up
@@ -296,9 +299,9 @@ template <int OPERANDS> struct Norm {
 
 constexpr int kMaxGroupThreads = 512;
 constexpr int kHeldBytes = 128;  // the most bytes that a thread holds, unless STAGED; in the backward half are g's
-// The most values of a STAGED slice. 17 x 17 values of 16 bits would take 1.2 times as long if they were STAGED. Each
-// thread has room for 31 values or more, so 8 threads are enough for 240. So a block of 128 threads has a multiple of
-// 16 slices, and its run begins at a multiple of 16 bytes.
+// The most values of a STAGED slice. 17 x 17 values of 16 bits would take 1.2 times as long if they were STAGED. A
+// thread has room for the whole slice or for 31 values or more, so 8 threads are enough for 240. So a block of 128
+// threads has a multiple of 16 slices, and its run begins at a multiple of 16 bytes.
 constexpr int kMaxStagedValues = 240;
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it. The
@@ -367,7 +370,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
     const int groups = blockDim.x >> log_threads, group = threadIdx.x >> log_threads;
     const int64_t block_slice = int64_t(blockIdx.x) * groups * SLICES;  // the block's first slice
     const int n = int(task.n);
-    Task<T> source = task;  // if STAGED: only the block's slices, in shared memory
+    Task<T> source = task;  // if STAGED: only the block's slices, in shared memory, where outputs take x's place
     // If STAGED, a thread has this many of a slice's values, or fewer at the slice's end. It is an odd number of packs
     // or, if RAGGED, of values, as the picture says.
     constexpr int kUnit = RAGGED ? 1 : V;
@@ -418,7 +421,7 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
             shift[s][o] = STAGED || span[s].packs > 0 ? to_float(source.from[o][first_value]) : 0;
         }
     }
-    if constexpr (STAGED) __syncthreads();  // no thread may store outputs before all have loaded
+    if constexpr (STAGED) __syncthreads();  // others may read the slice's first value, and V - 1 more than theirs
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
         // Move the shifts to the sample's means, up to the small error of __fdividef. Each thread divides its own sums
@@ -474,15 +477,17 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 //   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
 //   2. reads the tile that is written from shared memory, and writes its output to global memory;
 //   3. begins to copy the tile that arrives from global memory to where step 2 has read;
-//   4. waits until its next pack of the tile that is summed is there: it began that copy a round before.
+//   4. waits for the next pack that it will sum, which it began to copy almost a round before. (Behind its last pack
+//      that is the first one of the tile that arrives.)
 // Meanwhile the reducer takes care of the tile that waits. It reads the workspace, where blocks publish sums, until it
 // has the sums of all tiles of that tile's slice. From them it computes a Norm, and stores it in shared memory. With
 // this Norm the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps'
 // sums of the tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace.
 //
-// No flags or fences are needed. No block can read another's shared memory, so sums go through global memory. Before
-// the cooperative launch the host sets all words of the workspace to kEmpty. A block stores a sum by one volatile store
-// of 64 bits, which goes to L2; there other blocks' reducers load it. So a word that is not kEmpty is a whole sum.
+// No flags or fences are needed. Without clusters no block can read another's shared memory, so sums go through global
+// memory. Before the cooperative launch the host sets all words of the workspace to kEmpty. A block stores a sum by one
+// volatile store of 64 bits, which goes to L2; there other blocks' reducers load it. So a word that is not kEmpty is a
+// whole sum.
 //
 // When a block has published the sums of a tile, it has a round of other work (two with 4 stages) before it needs the
 // Norm. So it loses no time if other blocks are a little late. Copies and stores are spread evenly over the round.
@@ -499,8 +504,8 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 // How many packs of a tile a worker thread has, of each operand. For all operands and stages together it has room for
 // 24 packs, which are 384 bytes. 24 is a multiple of 1 and 2 operands times 3 and 4 stages.
 template <int OPERANDS, int STAGES> constexpr int kTilePacks = 24 / OPERANDS / STAGES;
-// The threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. Each of these has 32 * 384 bytes of
-// shared memory, so together they have 216 KiB. A block can have 227 KiB on 9.0 and 10.0.
+// The most threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. Each of these has 32 * 384 bytes
+// of shared memory, so together they have 216 KiB. A block can have 227 KiB on 9.0 and 10.0.
 constexpr int kMaxThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
@@ -590,8 +595,8 @@ template <int kSums> __device__ double add_published(const double* from, int til
     return add_every<kSums>(total);
 }
 
-// Tile `index` of a slice, or no tile if `slice` is -1. A worker thread has the slice's packs first_pack,
-// first_pack + 32, ... below end_pack.
+// Tile `index` of a slice, or no tile if `slice` is -1. A worker thread has up to PACKS of the slice's packs:
+// first_pack, first_pack + 32, ..., all below end_pack.
 template <typename T, int OPERANDS, bool RAGGED, int PACKS> struct Tile {
     int slice = -1, index = 0, first_pack = 0, end_pack = 0;
     Span<T, kValues16<T>, RAGGED> span;
@@ -650,7 +655,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         tiles[0] = Tile<T, OPERANDS, RAGGED, PACKS>(task, tiling, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < worker_warps) {
             const Norm<OPERANDS> norm = norms[(round + 1) % 2];
-            const Pack<T, V>* const from = stage(round + STAGES - 1);  // the tile that arrived in the last round
+            const Pack<T, V>* const from = stage(round + STAGES - 1);  // the tile that arrived in the round before
             Pack<T, V>* const to = stage(round);  // holds the written tile; pack by pack the arriving one replaces it
             WarpSums<T, OPERANDS, RAGGED> sums;
 #pragma unroll
@@ -704,7 +709,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A group has as few threads as can hold a slice. `room` is what a thread can hold: packs or, if STAGED, values.
+// A group has as few threads as can hold a slice. `room` is what a thread can hold: packs or, if STAGED, values. There
+// its share is an odd number of values or packs, so it is one less than fits.
 template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED>
 static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
     const int64_t room = STAGED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
@@ -884,8 +890,8 @@ void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, 
 #endif
 }
 
-// x is (..., H, W), of float32; y is contiguous, as InstanceNorm2d's output is. Each thread takes some of the slices,
-// with at least 32768 values in all, which is ATen's GRAIN_SIZE.
+// x is (..., H, W), of float32; y is contiguous, as InstanceNorm2d's output is. Each thread takes some of the slices.
+// The grain is about 32768 values, as ATen's GRAIN_SIZE.
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const at::Tensor input = x.contiguous();
     at::Tensor y = at::empty_like(input, at::MemoryFormat::Contiguous);

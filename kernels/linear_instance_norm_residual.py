@@ -81,8 +81,8 @@ CUDA_SOURCE = r"""
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Doubt. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
-//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than the 2^-23 of the
-//     value by which its hi and lo may err anyway.
+//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than 2^-23 of the
+//     value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, that is c * 2^-10 or more, and
@@ -92,8 +92,9 @@ CUDA_SOURCE = r"""
 //     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a larger one, of which a finite value is 2^75 or more, has infinite doubt: all its
-//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0 or NaN,
-//     are never computed again. (An infinity makes NaN, as its lo is inf - inf. After the norm it would be NaN anyway.)
+//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0 or not
+//     finite, are never computed again. (With two pieces an infinity makes NaN, as its lo is inf - inf. After the norm
+//     it would be NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -273,7 +274,7 @@ struct Operand {
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. For rows and lines that do not exist from_a and from_b may point past the end, but then nothing is
-// read there: such a row becomes zeros, and such a line is not copied.
+// read there: rows and, MN-major, lines beyond B's columns become zeros; past the last line of K nothing is copied.
 template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kThreads / 8;
     const Operand &a, &b;
@@ -317,8 +318,8 @@ template <bool MN_MAJOR> struct Copies {
 //
 // Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
 // B (a column of C). MN-major, it is one k of 32 columns: K picks the row, and to[i] is half i % 2 of the hi, or the
-// lo, in the warp's line i / 2. Chunk c at `from` is 0 or 1, so chunk c + q with an even q is c ^ q. It is at `from` ^
-// 16 q: (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// lo, in the warp's line i / 2. `from` is where chunk c, 0 or 1, lies, so chunk c + q with an even q is c ^ q. It is at
+// `from` ^ 16 q: (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -340,9 +341,9 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTile
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
 // from `line` on, are multiplied by unscale[line / kScaleLines * unscale_pitch + A's row] and added to the sums. (With
-// unscale_pitch 0 a row of A has one scale. The scales of B's rows are left to the epilogue.) At the end each thread
-// calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is C[row + 8 i][column_of(column, j)], which may
-// be outside C. Four neighbouring lanes have 64 columns of the same four rows.
+// unscale_pitch 0 a row of A has one scale. The scales of B's rows are left to the epilogue or, MN_MAJOR, are already
+// in A.) At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is C[row + 8
+// i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
         int unscale_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
@@ -442,7 +443,7 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
 struct Linear {
     const float *x, *weight, *bias;  // the linear layer's
     int m, n, k;
-    float *unscale, *doubt;  // of x's m rows, then of W's n rows
+    float *unscale, *doubt;  // of x's m rows, then of W's n rows; launch_split needs doubt == unscale + m + n
     // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
     // that of W's.
     __device__ __forceinline__ void to_h(int row, int column, float (&v)[4][16]) const {
@@ -488,7 +489,7 @@ struct Linear {
     }
 };
 
-// ---- Launching the product. A launch_... that the C++ code calls returns the cudaError_t of its launches. ----
+// ---- Launching the product. Every launch_... that the C++ code calls returns a cudaError_t. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -530,9 +531,9 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 // scaled up like any other, and its `unscale` makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
-// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of
-// these sums, and none is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is 2^-39 of
-// the largest value that shares its scale.
+// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
+// rows are not used, and no sum is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is
+// 2^-39 of the largest value that shares its scale.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
@@ -1164,7 +1165,7 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: 
     """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and by_pieces and not torch.is_grad_enabled():  # if enabled, the result will be differentiated
+    if large and by_pieces and not torch.is_grad_enabled():  # else by what PyTorch can differentiate
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 

@@ -8,11 +8,11 @@
 The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
 feature; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32, 64, 128 or, on a GPU, 8 features; and
 there are no hooks, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the plain
-path: the Model's own lines.
+path: the Model's own lines, on a CPU in float32 where x has 16 bits and that is faster (`_is_upcast`).
 
 On a GPU the product x W^T is done in one of three ways:
   - nn.Linear (cuBLAS) does all 16-bit products, and the float32 ones that are small (`_is_large`) or gain nothing from
-    the other ways (`_pays`). Without gradients it is launched before Python checks whether the rest fits, so that the
+    the other ways (`_pays`). With grad mode off it is launched before Python checks whether the rest fits, so that the
     GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
     products in place of the float32 one. The result is at least as accurate as cuBLAS's.
@@ -32,7 +32,7 @@ know how x W^T is computed.
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.24 ms, 3.67x
 eager, with backward 7.68 ms, 3.01x; TF32 allowed 0.82 ms, 4.2x; bfloat16 0.57 ms, 4.9x. GPUs not in `_BY_PIECES`, such
-as compute capability 8.6, get cuBLAS's float32 product: 5.9 ms on an H200 in an earlier version, 1.4x eager.
+as compute capability 8.6, get cuBLAS's float32 product. That took 5.9 ms on an H200 in an earlier version, 1.4x eager.
 """
 
 import contextlib
@@ -88,8 +88,8 @@ CUDA_SOURCE = r"""
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Doubt. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
-//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than the 2^-23 of the
-//     value by which its hi and lo may err anyway.
+//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than 2^-23 of the
+//     value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, that is c * 2^-10 or more, and
@@ -99,8 +99,9 @@ CUDA_SOURCE = r"""
 //     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a larger one, of which a finite value is 2^75 or more, has infinite doubt: all its
-//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0 or NaN,
-//     are never computed again. (An infinity makes NaN, as its lo is inf - inf. After the norm it would be NaN anyway.)
+//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0 or not
+//     finite, are never computed again. (With two pieces an infinity makes NaN, as its lo is inf - inf. After the norm
+//     it would be NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -280,7 +281,7 @@ struct Operand {
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. For rows and lines that do not exist from_a and from_b may point past the end, but then nothing is
-// read there: such a row becomes zeros, and such a line is not copied.
+// read there: rows and, MN-major, lines beyond B's columns become zeros; past the last line of K nothing is copied.
 template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kThreads / 8;
     const Operand &a, &b;
@@ -324,8 +325,8 @@ template <bool MN_MAJOR> struct Copies {
 //
 // Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
 // B (a column of C). MN-major, it is one k of 32 columns: K picks the row, and to[i] is half i % 2 of the hi, or the
-// lo, in the warp's line i / 2. Chunk c at `from` is 0 or 1, so chunk c + q with an even q is c ^ q. It is at `from` ^
-// 16 q: (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// lo, in the warp's line i / 2. `from` is where chunk c, 0 or 1, lies, so chunk c + q with an even q is c ^ q. It is at
+// `from` ^ 16 q: (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -347,9 +348,9 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTile
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
 // from `line` on, are multiplied by unscale[line / kScaleLines * unscale_pitch + A's row] and added to the sums. (With
-// unscale_pitch 0 a row of A has one scale. The scales of B's rows are left to the epilogue.) At the end each thread
-// calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is C[row + 8 i][column_of(column, j)], which may
-// be outside C. Four neighbouring lanes have 64 columns of the same four rows.
+// unscale_pitch 0 a row of A has one scale. The scales of B's rows are left to the epilogue or, MN_MAJOR, are already
+// in A.) At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is C[row + 8
+// i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
         int unscale_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
@@ -449,7 +450,7 @@ __device__ __forceinline__ void store_values(float* to, int row, int column, int
 struct Linear {
     const float *x, *weight, *bias;  // the linear layer's
     int m, n, k;
-    float *unscale, *doubt;  // of x's m rows, then of W's n rows
+    float *unscale, *doubt;  // of x's m rows, then of W's n rows; launch_split needs doubt == unscale + m + n
     // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
     // that of W's.
     __device__ __forceinline__ void to_h(int row, int column, float (&v)[4][16]) const {
@@ -495,7 +496,7 @@ struct Linear {
     }
 };
 
-// ---- Launching the product. A launch_... that the C++ code calls returns the cudaError_t of its launches. ----
+// ---- Launching the product. Every launch_... that the C++ code calls returns a cudaError_t. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -537,9 +538,9 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 // scaled up like any other, and its `unscale` makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
-// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. No doubt is kept of
-// these sums, and none is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is 2^-39 of
-// the largest value that shares its scale.
+// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
+// rows are not used, and no sum is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is
+// 2^-39 of the largest value that shares its scale.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
@@ -616,8 +617,9 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 
 // The activation and its derivative. To use another, change both, finish_group_cpu in C++, and in Python
 // _finish_plainly and the lines for torch.jit.script in ModelNew.forward. The activation's error must be small relative
-// to its value, since a group of small values is divided by its small spread. Where |h| is large the slope must be its
-// limit: in a formula that multiplies by h, or by an infinity, a factor that is to be 0 may leave a large error or NaN.
+// to its value, since a group of small values is divided by its small spread. For a large finite |h| the slope must be
+// its limit. Beware of h * s with an s near 0, where an error of s becomes large, and of 0 * infinity where an exp
+// overflows.
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -666,7 +668,7 @@ template <int COUNT> __device__ __forceinline__ void finish_group(float (&v)[COU
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], rstd, shift), gamma[i], beta[i]);
 }
-// The epilogue of the product. It writes `out` only if groups have 64 features: four neighbouring lanes hold one.
+// The epilogue of the product. `out` must be null unless groups have 64 features: four neighbouring lanes hold one.
 struct StoreSwishGroupNorm {
     Linear linear;
     const float *bias, *gamma, *beta;
@@ -705,7 +707,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         const int64_t own_row = row + 8 * i;
         const float unscale_x = own_row < m ? epilogue.linear.unscale[own_row] : 0;
 #pragma unroll
-        for (int j = 0; j < 16; j += 2) {  // n is even: it is a number of groups of 8 or more
+        for (int j = 0; j < 16; j += 2) {  // n is even: a group has 8 features or more
             const int at = column_of(column, j);
             float2 pair = {};
             if (own_row < m && at < n) pair = *reinterpret_cast<const float2*>(product + own_row * n + at);
@@ -747,8 +749,8 @@ template <typename T> __global__ void __launch_bounds__(256)
     }
 }
 
-// The gradients. `grad` is the output's, z = (v - mean) * rstd, and d = grad * gamma is z's. In each group those of v
-// and h are
+// The gradients. `grad` is the output's, z = (v - mean) * rstd, and d = grad * gamma is the gradient of z. In each
+// group the gradients of v and h are
 //
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * activation_slope(h)
 //
@@ -1277,7 +1279,7 @@ def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: 
     """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
     large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
-    if large and by_pieces and not torch.is_grad_enabled():  # if enabled, the result will be differentiated
+    if large and by_pieces and not torch.is_grad_enabled():  # else by what PyTorch can differentiate
         return _operators.gradient(g, other, of_weight)
     return g.t().mm(other) if of_weight else g.mm(other)
 
@@ -1369,7 +1371,7 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
-    forward: x (B, in_features); returns (B, out_features). Other shapes raise nn.Linear's or nn.GroupNorm's errors.
+    forward: x (B, in_features); returns (B, out_features). Other shapes take the plain path, as in the Model.
     """
 
     def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple):
@@ -1389,7 +1391,7 @@ class ModelNew(nn.Module):
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
         fused = _is_large_layer(linear, x) and _pays(norm, x, linear.weight)
-        # Small layers that are not recorded are launched first, and checked later, in the last line.
+        # With grad mode off, layers that are not fused are launched first, and checked later, in the last line.
         whole = fused or torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda
         if whole and _fits(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
