@@ -65,7 +65,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory. A thread loads and stores packs. A pack is V consecutive values, at most 16 bytes, and its address is a
-// multiple of its size, except in slices that are both STAGED and RAGGED, see below. A span is all the packs that one
+// multiple of its size (not so in slices that are STAGED and RAGGED, see below). A span is all the packs that one
 // slice touches, numbered from 0. If V does not divide n, the number of a slice's values, spans are RAGGED: a slice may
 // begin and end inside a pack, and the other values of that pack belong to its neighbours. Threads load such a pack
 // whole, leave the neighbours' values out of the sums, and store only the slice's own values, one by one. Here V is 4,
