@@ -9,7 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Flag, auto
 from functools import partial
 from typing import NamedTuple
@@ -54,12 +54,14 @@ class How(Flag):
     REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
     OTHER_PART = auto()  # the second, fourth, ... parameter is frozen, and only the first output has a gradient
+    TWICE = auto()  # gradients of the gradients, too
     WRITTEN = auto()  # outputs are written in place between the forward and the backward pass, as relu_ does
     # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
     SPARING = auto()  # only those weights are written whose values change
     TWIN = auto()  # another instance, with other weights, is called first
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
+    CHANNELS_LAST = auto()  # weights of four dimensions lie in channels-last layout
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call
     THREADS = auto()  # as REPEATED, each set of inputs in a thread of its own
@@ -221,10 +223,19 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
         if How.REPEATED in request.how:
             gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
         else:
-            gradients = backward()
+            gradients = backward(create_graph=How.TWICE in request.how)
         if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
+        if How.TWICE in request.how and (recorded := roots_of(gradients)):
+            seconds = torch.autograd.grad(
+                recorded,
+                of,
+                [normal_like(x, replace(request, seed=request.seed + 1)) for x in recorded],
+                allow_unused=True,
+            )
+            found |= {f"gradient of all gradients by {name}": second for name, second in zip(wanted, seconds)}
+            gradients = (*gradients, *seconds)
         forms = forms + [form_of(gradient) for gradient in gradients]
     if How.TRAIN in request.how:  # as running statistics
         state = {f"{name} afterwards": x for name, x in state_by_name(module, own).items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -41,6 +42,14 @@ HIDDEN_SHARE, FLUSH_SHARE, HIDDEN_MS = 0.1, 0.03, 0.05
 ATTEMPTS, MORE_ROUNDS = 3, 4  # of timing, until one finds nothing wrong; each has so many times the rounds before
 ESCAPED = "starts a process in a group of its own, which goes on while others are timed"
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
+
+
+def rank_of(pid: int) -> tuple:
+    """What decides when a process runs: its priority, its scheduler, the cores that it may have."""
+    return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), os.sched_getaffinity(pid)
+
+
+RANK = rank_of(0)  # of the judge, and so of all that it starts
 
 
 @dataclass
@@ -228,6 +237,10 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
             with contextlib.suppress(Rejected):
                 worker.ask("rest")
+    for name in (None, *case.workers):
+        pid = case.workers[name].pid if name else os.getpid()
+        if rank_of(pid)[: 2 if name == "new" else 3] != RANK[: 2 if name == "new" else 3]:
+            raise Rejected("changes the priority or the cores of a process")
     for name, x in case.model.state_dict().items():
         if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
             raise Rejected(f"writes the memory in which the judge hands out {name}")

@@ -50,6 +50,7 @@ NAMED_TUPLE = re.compile(r"TreeSpec\((?!tuple|list|dict)\w+")  # as torch.max gi
 MOST_STEPS = 1e-3  # the share of places where the Model may jump
 STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so many where it was not yet seen to
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
+SMALL_SAMPLE = 1 << 16  # bytes of a sample's inputs and answer: a batch may be many times as large
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -90,6 +91,7 @@ class Case:
     constant: bool = False  # the Model's answer is the same whatever it is given
     shapes: list[list[int]] = field(default_factory=list)  # of the inputs
     small_batch: int | None = None  # the batch of all requests but the gates'
+    sample_bytes: float = 0.0  # of a sample's inputs and answer
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
@@ -296,6 +298,7 @@ def comparable(case: Case) -> None:
     case.constant = all(same_bits(x, other.leaves[name]) for name, x in first.tensors().items())
     most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
     case.small_batch = smaller(case.batch, nbytes + bytes_of(first.leaves), most)
+    case.sample_bytes = (nbytes + bytes_of(first.leaves)) / (case.batch or 1)
     if case.small_batch != case.batch:
         why = "a request may need several answers in the GPU's memory"
         case.notes.append(f"batch {case.small_batch} in all but the gates and the timing: {why}")
@@ -312,7 +315,7 @@ def check(case: Case, direction: str, after: bool = False, gradients: bool = Fal
     """
     if not after:
         seeds(case, direction)
-    later = requests_after(case.device, case.small_batch, direction, gradients)
+    later = requests_after(case.device, case.small_batch, direction, gradients, case.sample_bytes < SMALL_SAMPLE)
     asked = later if after else REQUESTS.get(direction, [])
     if case.unmatched and not after and direction == "forward":
         given = case.share([case.inputs(20, case.small_batch)])
@@ -393,7 +396,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         and any("refuses batch" in why for why in case.no_dropin)
     ):
         return
-    if case.graphs and request.how & (How.MOVED | How.THREADS):
+    if case.graphs and request.how & (How.MOVED | How.THREADS | How.CHANNELS_LAST):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     errors = dict(case.errors)
@@ -437,7 +440,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     if request.weights and case.own != {}:
         model = copy.deepcopy(model)
         request.weights(model)
-    changed = []
+    changed, laid_anew = [], []
 
     def draw(i: int) -> list:
         drawn = case.inputs(request.seed + 100 * i * (not request.alike), request.batch)
@@ -447,12 +450,14 @@ def put(case: Case, request: Request, must: bool) -> None:
             if request.change is Inputs.other_integers and tree_any(lambda x: type(x) is float, drawn):
                 changed.append(True)
                 drawn = tree_map_only(float, lambda x: 0.5 * x, drawn)
-        return tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
+        laid = tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
+        laid_anew.extend(mine is not old for mine, old in zip(tensors_of(laid), tensors_of(drawn)))
+        return laid
 
     sets = [draw(i) for i in sorted(set(request.order))]
     if request.change and not any(changed) and model is case.model:
         return
-    if request.layout != "dense" and all(layout(x) is x for x in tensors_of(sets[0])):  # as channels last, of rows
+    if request.layout != "dense" and not any(laid_anew):  # as channels last, of rows
         return
     if request.whose == "the last input's" and sum(x.is_floating_point() for x in tensors_of(sets[0])) < 2:
         return

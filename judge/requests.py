@@ -20,6 +20,7 @@ from judge.source import reseed
 secret = random.SystemRandom()  # numbers that no candidate foresees
 LOOKED_AT = 1 << 22  # elements of an input, to see what it is
 FEW = 8  # values: of more a request makes others
+MANY = 16  # times as large a batch, where that is small all the same
 
 
 Kind = tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], torch.Tensor]]
@@ -265,6 +266,7 @@ REQUESTS = {
         BOTH("only the last output in the loss, every second parameter frozen", how=How.IN_PART),
         BOTH("only the first output in the loss, every other parameter frozen", how=How.OTHER_PART),
         BOTH("only the last input's gradient wanted", whose="the last input's"),
+        BOTH("gradients of the gradients", how=How.TWICE, **LENIENT),
         BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         replace(SIGNS, direction="forward_backward"),
         BOTH("inputs raised by 100", finite=True, change=lambda x: x.add_(shiftable(x), alpha=100.0)),
@@ -276,8 +278,11 @@ REQUESTS = {
 }
 
 
-def requests_after(device: str, batch: int | None, direction: str, gradients: bool) -> Iterator[Request]:
-    """Asked when all is timed, since it may make a compiler compile anew. Gradients: where no direction judges them."""
+def requests_after(
+    device: str, batch: int | None, direction: str, gradients: bool, many: bool = False
+) -> Iterator[Request]:
+    """Asked when all is timed, since it may make a compiler compile anew. Gradients: where no direction judges them.
+    Many: inputs and answer are small, so that a batch of many times as many samples fits."""
     of = partial(Request, direction=direction)
     if gradients:
         yield BOTH("gradients, which --backward judges", **LENIENT)
@@ -286,9 +291,12 @@ def requests_after(device: str, batch: int | None, direction: str, gradients: bo
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
     for layout in [*LAYOUTS][2:]:
         yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
+    said = "inputs and weights that are channels last"
+    yield of(said, how=How.CHANNELS_LAST, layout="channels last", **MAY_REFUSE)
     if batch:
         others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
         few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else {1}
+        few |= {MANY * batch + 5} if many and direction == "forward" else set()
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
             # Batch 0 has no numbers that could be wrong, only other forms.
             yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0)

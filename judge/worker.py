@@ -341,6 +341,8 @@ class Contender:
             module._apply(partial(alike, behind=behind))
             for memory in old:
                 memory.fill_(float("nan"))
+        if How.CHANNELS_LAST in request.how:
+            module._apply(lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
@@ -355,8 +357,8 @@ class Contender:
             module.eval()
         for x, before in stand:
             x.detach().copy_(before)
-        if How.MOVED in request.how:
-            module._apply(torch.clone)
+        if request.how & (How.MOVED | How.CHANNELS_LAST):
+            module._apply(partial(torch.clone, memory_format=torch.contiguous_format))
         forms = [each.forms for each in found]
         return {"forms": forms, "tree": found[0].tree, "did": found[0].did, "graphs": self.graphs}
 
@@ -627,7 +629,7 @@ class Worker:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(role, device, theirs), daemon=True)
         self._process.start()
-        self.alive = self._process.is_alive
+        self.alive, self.pid = self._process.is_alive, self._process.pid
         theirs.close()
         # A message that is not sent to its end, or that nobody takes, raises an error.
         with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
