@@ -225,6 +225,7 @@ def in_float64(model: torch.nn.Module, *inputs):
 PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "median": 1, "mode": 1}
 PLACE_OF_DIM |= {"max": 1, "min": 1, "argmax": 1, "argmin": 1}
 OF_ALL = ("max", "min", "median", "argmax", "argmin")  # without `dim` they look at the whole tensor
+POOLED = {f"max_pool{n}d_with_indices": n for n in (1, 2, 3)}  # by the dimensions that their places count through
 
 
 class OtherTies(TorchFunctionMode):
@@ -239,6 +240,8 @@ class OtherTies(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result, kwargs = func(*args, **kwargs or {}), kwargs or {}
         name = getattr(func, "__name__", "")
+        if self.attempt == 0 and name in POOLED | {"cummax": 0, "cummin": 0}:
+            return self._named(result, args[0], POOLED.get(name, 0), kwargs.get("dim", args[1] if args[1:] else -1))
         place = PLACE_OF_DIM.get(name)
         if place is None or not args or kwargs.get("stable") or not isinstance(args[0], torch.Tensor):
             return result
@@ -254,6 +257,18 @@ class OtherTies(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             return places.reshape(index.shape)
         return type(result)((x.gather(dim, places).reshape(index.shape), places.reshape(index.shape)))
+
+    def _named(self, result, x: torch.Tensor, pooled: int, dim: int):
+        """The places that the candidate's answer names, if the same values lie there."""
+        values, index = result
+        flat = (lambda t: t.flatten(-pooled)) if pooled else lambda t: t
+        dim = -1 if pooled else dim
+        for other in (x.reshape(index.shape) for x in self.theirs if x.numel() == index.numel()):
+            if other.numel() and 0 <= other.min() and other.max() < flat(x).shape[dim]:
+                if equal(flat(x).gather(dim, flat(other)), flat(values)).all():
+                    self.found = True
+                    return type(result)((values, other)) if type(result) is not tuple else (values, other)
+        return result
 
     def _choose(self, x: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
         """Other places of the same values."""
