@@ -45,10 +45,12 @@ FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
 def rank_of(pid: int) -> tuple:
-    """What decides when a process runs: its priority, its scheduler, the cores that it may have."""
-    return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), os.sched_getaffinity(pid)
+    """What decides when a process runs: its priority, its scheduler and, unless OpenMP sets them, its cores."""
+    cores = os.sched_getaffinity(pid) if not BINDS else None
+    return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), cores
 
 
+BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"} & os.environ.keys()
 RANK = rank_of(0)  # of the judge, and so of all that it starts
 
 
@@ -237,10 +239,10 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
             with contextlib.suppress(Rejected):
                 worker.ask("rest")
-    for name in (None, *case.workers):
-        pid = case.workers[name].pid if name else os.getpid()
-        if rank_of(pid)[: 2 if name == "new" else 3] != RANK[: 2 if name == "new" else 3]:
-            raise Rejected("changes the priority or the cores of a process")
+    mine = rank_of(case.workers["new"].pid)[:2] if "new" in case.workers else RANK[:2]  # it may bind itself to cores
+    others = [os.getpid(), *(worker.pid for name, worker in case.workers.items() if name != "new")]
+    if mine != RANK[:2] or any(rank_of(pid) != RANK for pid in others):
+        raise Rejected("changes the priority or the cores of a process")
     for name, x in case.model.state_dict().items():
         if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
             raise Rejected(f"writes the memory in which the judge hands out {name}")
