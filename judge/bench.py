@@ -45,8 +45,8 @@ FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
 def rank_of(pid: int) -> tuple:
-    """What decides when a process runs: its priority, its scheduler and, unless OpenMP sets them, its cores; of one that
-    has ended the judge's."""
+    """What decides when a process runs: its priority, its scheduler and, unless OpenMP sets them, its cores. Of a
+    process that has ended: the judge's."""
     with contextlib.suppress(ProcessLookupError):
         cores = os.sched_getaffinity(pid) if not BINDS else None
         return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid), cores
