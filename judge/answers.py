@@ -252,11 +252,12 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
     The slope is a central difference, along normal numbers of a tensor's size; the outputs are weighted by normal
     numbers. It counts where half the step gives the same. Each call begins from the same random state.
     """
-    module.train(training)
     tensors = {name: p for name, p in module.named_parameters() if p.requires_grad}
     tensors |= {f"input {i}": x.requires_grad_() for i, x in enumerate(tensors_of(inputs)) if x.is_floating_point()}
     tensors = dict(list(tensors.items())[:MOST_SLOPES])
-    stand = [(x, x.detach().clone()) for x in module.buffers()]
+    before = [(x, x.detach().clone()) for x in (*tensors.values(), *module.buffers())]
+    module.train(training)
+    differ, begin = {name: [] for name in tensors}, time.perf_counter()
 
     def weighted(draw: int) -> tuple[torch.Tensor, float]:
         reseed(seed + APART)
@@ -264,33 +265,41 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
         terms = [x.double() * normal_like(x, Request("", seed=seed + draw)).double() for x in outputs]
         return sum(x.sum() for x in terms), sum(float(x.detach().abs().sum()) for x in terms)
 
-    differ, begin = {name: [] for name in tensors}, time.perf_counter()
-    for draw in range(SLOPES):
-        if time.perf_counter() - begin > SLOPE_SECONDS:
-            break
+    def slope(draw: int, x: torch.Tensor, change: torch.Tensor) -> float:
+        """Of the weighted sum, from x - change to x + change."""
+        old, ends = x.clone(), []
+        for moved in (old + change, old - change):
+            x.copy_(moved)
+            ends.append(float(weighted(draw)[0]))
+        x.copy_(old)
+        return (ends[0] - ends[1]) / 2
+
+    def look(draw: int) -> None:
         with torch.enable_grad():
             total, size = weighted(draw)
             gradients = torch.autograd.grad(total, [*tensors.values()], allow_unused=True)
         for (name, x), gradient in zip(tensors.items(), gradients):
             if gradient is None:
                 continue
-            along = normal_like(x, Request("", seed=seed + SLOPES + draw)) * (x.detach().square().mean().sqrt() or 1.0)
-            claimed, old, slopes = float((gradient.double() * along.double()).sum()), x.detach().clone(), []
+            step = SLOPE_STEP * (x.detach().square().mean().sqrt() or 1.0)
+            along = step * normal_like(x, Request("", seed=seed + SLOPES + draw))
+            claimed = float((gradient.double() * along.double()).sum())
             with torch.no_grad():
-                for step in (SLOPE_STEP, SLOPE_STEP / 2):
-                    ends = []
-                    for sign in (1, -1):
-                        x.copy_(old + sign * step * along)
-                        ends.append(weighted(draw)[0])
-                    slopes.append(float(ends[0] - ends[1]) / (2 * step))
+                whole, half = slope(draw, x, along), 2 * slope(draw, x, along / 2)
+            most = max(abs(claimed), abs(whole), abs(half))
+            noise = torch.finfo(x.dtype).eps * size
+            if abs(whole - half) <= 0.05 * most and most > 20 * noise:
+                differ[name].append(not abs(claimed - half) <= 0.2 * most)
+
+    try:
+        for draw in range(SLOPES):
+            if time.perf_counter() - begin < SLOPE_SECONDS:
+                look(draw)
+    finally:
+        module.eval()
+        with torch.no_grad():
+            for x, old in before:
                 x.copy_(old)
-            most = max(abs(claimed), *map(abs, slopes))
-            noise = torch.finfo(x.dtype).eps * size / SLOPE_STEP
-            if abs(slopes[0] - slopes[1]) <= 0.05 * most and most > 20 * noise:
-                differ[name].append(not abs(claimed - slopes[1]) <= 0.2 * most)
-    for x, before in stand:
-        x.copy_(before)
-    module.eval()
     return [name for name, each in differ.items() if sum(each) >= max(3, len(each) / 2)]
 
 

@@ -138,6 +138,15 @@ class Case:
         own = self.own if role == "new" else None
         return self.workers[role].ask("call", request=request, own=own, states=states, sets=sets, answers=places)
 
+    def says(self, command: str, **asked) -> bool | list:
+        """What the candidate's process finds out about itself; nothing where it raises an error."""
+        try:
+            return self.workers["new"].ask(command, **asked)[command]
+        except Rejected as error:
+            if error.kind != "raised":
+                raise
+            return []
+
     def answers(self, model: torch.nn.Module, sets: list, request: Request, call=None) -> list[Answer]:
         """A Model's; without its weights' gradients and its state, where the candidate's could not be matched."""
         return answers_of(model, sets, request, {} if self.own == {} else None, call)
@@ -320,8 +329,7 @@ def check(case: Case, direction: str, after: bool = False, gradients: bool = Fal
     if case.unmatched and not after and direction == "forward":
         given = case.share([case.inputs(20, case.small_batch)])
         least = gates.TOLERANCE[case.precision][case.dtype]
-        reply = case.workers["new"].ask("aged", sets=given, seed=case.made_from, tolerance=least)
-        if reply["aged"]:
+        if case.says("aged", sets=given, seed=case.made_from, tolerance=least):
             case.lacks("keeps what it made from its weights: once they change, it gives another answer than a new one")
     for seed, request in enumerate(asked, 20):
         case.tell(f"checking {direction}: {request.when}")
@@ -526,9 +534,9 @@ def look_at_slopes(case: Case, request: Request, given: list) -> None:
     except Rejected:
         return
     if not wrong:
-        reply = case.workers["new"].ask("slopes", sets=given[:1], training=training, seed=request.seed)
+        found = case.says("wrong_slopes", sets=given[:1], training=training, seed=request.seed)
         said = "the gradient of {} is not the slope of what it gives"
-        reject(request, [said.format(name) for name in reply["wrong_slopes"]])
+        reject(request, [said.format(name) for name in found])
 
 
 def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:

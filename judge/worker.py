@@ -87,7 +87,7 @@ REPLIES = {
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
     "time": {"ms": 0.0, "forms": [FORM]},
     "aged": {"aged": True},
-    "slopes": {"wrong_slopes": [""]},
+    "wrong_slopes": {"wrong_slopes": [""]},
     "profile": {"table": ""},
 }
 IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
@@ -283,19 +283,21 @@ class Contender:
             for each in (module, new):
                 perturb(each, seed)
             reseed(seed)
-            found = tree_map_only(torch.Tensor, torch.clone, module(*inputs))  # of memory that may be a buffer's
+            try:
+                found = tree_map_only(torch.Tensor, torch.clone, module(*inputs))  # of memory that may be a buffer's
+            finally:
+                for name, x in before.items():
+                    module.state_dict()[name].copy_(x)
             reseed(seed)
             right = new(*inputs)
             size = max(
                 (float(as_numbers(x).to(torch.complex128).abs().max()) for x in tensors_of(right) if x.numel()),
                 default=0.0,
             )
-            for name, x in before.items():
-                module.state_dict()[name].copy_(x)
         self.put_back()
         return {"aged": not apart(found, right) <= tolerance * (1 + size)}
 
-    def slopes(self, sets: list, training: bool, seed: int) -> dict:
+    def wrong_slopes(self, sets: list, training: bool, seed: int) -> dict:
         found = wrong_slopes(self.modules[0], self._own(sets)[0], training, seed)
         self.put_back()
         return {"wrong_slopes": found}
