@@ -139,11 +139,11 @@ class Case:
         return self.workers[role].ask("call", request=request, own=own, states=states, sets=sets, answers=places)
 
     def says(self, command: str, **asked) -> bool | list:
-        """What the candidate's process finds out about itself; nothing where it raises an error."""
+        """What the candidate's process finds out about itself; nothing where it raises an error or memory runs out."""
         try:
             return self.workers["new"].ask(command, **asked)[command]
         except Rejected as error:
-            if error.kind != "raised":
+            if error.kind not in ("raised", "memory"):
                 raise
             return []
 
