@@ -35,7 +35,7 @@ from judge.answers import (
     tensors_of,
     wrong_slopes,
 )
-from judge.requests import LAYOUTS, REQUESTS, Inputs, perturb, requests_after
+from judge.requests import LAYOUTS, MANY, REQUESTS, Inputs, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of
 
@@ -50,7 +50,7 @@ NAMED_TUPLE = re.compile(r"TreeSpec\((?!tuple|list|dict)\w+")  # as torch.max gi
 MOST_STEPS = 1e-3  # the share of places where the Model may jump
 STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so many where it was not yet seen to
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
-SMALL_SAMPLE = 1 << 16  # bytes of a sample's inputs and answer: a batch may be many times as large
+MANY_BYTES = 1 << 27  # of inputs and answer, at most, where the batch is many times as large
 NAMED = 4  # parameters at most, in a reason
 
 
@@ -324,7 +324,8 @@ def check(case: Case, direction: str, after: bool = False, gradients: bool = Fal
     """
     if not after:
         seeds(case, direction)
-    later = requests_after(case.device, case.small_batch, direction, gradients, case.sample_bytes < SMALL_SAMPLE)
+    many = MANY * (case.small_batch or 0) * case.sample_bytes < MANY_BYTES
+    later = requests_after(case.device, case.small_batch, direction, gradients, many)
     asked = later if after else REQUESTS.get(direction, [])
     if case.unmatched and not after and direction == "forward":
         given = case.share([case.inputs(20, case.small_batch)])
