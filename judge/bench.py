@@ -93,12 +93,12 @@ class Ring:
         self.incoming = case.share([normal_like(x, self.request) for x in self.roots])
         nbytes = bytes_of([old, self.incoming])
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
-        self.varies = False
-        self.varies = self.can_vary()
         self.slot = case.share(old)
         self.seeds, self.draws, self.fresh = [], [], []
         self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
         self.old = old if self.keeps else []
+        self.varies = False  # whether inputs that are the same in all draws are other integers in each timed call
+        self.varies = self.can_vary()
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {"new": [], "eager": []}  # the answers that are looked at in the end
         self.repeated = []  # and those of the candidate's that look like its answer to the call before
@@ -135,8 +135,9 @@ class Ring:
 
     def can_vary(self) -> bool:
         """Whether inputs that are the same in all draws may be others: the Model takes them."""
-        draws = [tensors_of(self.case.inputs(seed)) for seed in (0, 1)]
-        if any(known.free() for known in self.case.inputs_are) or not all(map(same_bits, *draws)):
+        if not self.keeps or any(known.free() for known in self.case.inputs_are):
+            return False
+        if not all(map(same_bits, *(tensors_of(self.case.inputs(seed)) for seed in (0, 1)))):
             return False
         self.varies, shapes = True, [x.shape for x in self.answers]
         with contextlib.suppress(Rejected), of_the_model(self.case.precision):
