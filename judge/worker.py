@@ -359,8 +359,10 @@ class Contender:
             module.eval()
         for x, before in stand:
             x.detach().copy_(before)
-        if request.how & (How.MOVED | How.CHANNELS_LAST):
-            module._apply(partial(torch.clone, memory_format=torch.contiguous_format))
+        if How.MOVED in request.how:
+            module._apply(torch.clone)
+        if How.CHANNELS_LAST in request.how:
+            module._apply(torch.Tensor.contiguous)
         forms = [each.forms for each in found]
         return {"forms": forms, "tree": found[0].tree, "did": found[0].did, "graphs": self.graphs}
 
