@@ -250,7 +250,9 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
     """The parameters and inputs along which a module's gradient is not the slope of its own outputs.
 
     The slope is a central difference, along normal numbers of a tensor's size; the outputs are weighted by normal
-    numbers. It counts where half the step gives the same. Each call begins from the same random state.
+    numbers. It counts where it is above rounding and half the step gives the same within 5%: then a gradient that is
+    20% off is no slope. A name is given if that is seen three times, in half of what counts. Each call begins from the
+    same random state.
     """
     tensors = {name: p for name, p in module.named_parameters() if p.requires_grad}
     tensors |= {f"input {i}": x.requires_grad_() for i, x in enumerate(tensors_of(inputs)) if x.is_floating_point()}
