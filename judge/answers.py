@@ -24,7 +24,8 @@ RANDOM = "changes a random state"
 OF_A_LEAF = " of a leaf"
 REUSED = "gives the memory of an earlier answer again"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
-MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 200, 0.4, 0.1  # of calls, and of one graph's backward, that may race
+# Of calls, and of one graph's backward passes, that may race: where so many seconds are over, at least so many calls.
+LEAST_REPEATS, MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 50, 200, 0.4, 0.1
 # Of a slope: how often it is taken, and of how many tensors; the step in units of their size.
 SLOPES, MOST_SLOPES, SLOPE_STEP, SLOPE_SECONDS = 10, 16, 1e-2, 2.0
 # Of a name that the Model has for a tensor the candidate's; None where they are the same, {} where none was matched.
@@ -195,8 +196,9 @@ def least_like_first(call: Callable[[], Sequence], seconds: float, first: Sequen
     first = call() if first is None else first
     found, begin = call(), time.perf_counter()
     most = apart(found, first)
-    for _ in range(MOST_REPEATS):
-        if time.perf_counter() - begin > seconds:
+    for repeat in range(MOST_REPEATS):
+        elapsed = time.perf_counter() - begin
+        if elapsed > seconds and (repeat >= LEAST_REPEATS or elapsed > 5 * seconds):  # a busy machine is slow
             break
         now = call()
         distance = apart(now, first)

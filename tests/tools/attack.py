@@ -78,7 +78,8 @@ def how_judged(name: str) -> dict:
 def is_as_expected(name: str, runs: list[Result]) -> bool:
     rejected, no_dropin = CANDIDATES[name].rejected, CANDIDATES[name].no_dropin
     if no_dropin:
-        return all(run.ok for run in runs) and any(no_dropin in why for why in runs[-1].no_dropin)
+        right = all(run.ok for run in runs) and runs[-1].status == "right"
+        return right and any(no_dropin in why for why in runs[-1].no_dropin)
     if not rejected:
         return all(run.ok for run in runs)
     return all(run.ok for run in runs[:-1]) and rejected in "".join(runs[-1].reasons[:1])
