@@ -20,12 +20,12 @@ On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolu
 read conv2d(x, W) and do the rest.
 
 The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or cuDNN's
-result once; twice if it needs two launches. On GPUs whose tensor cores are much faster than float32 FMA instructions
-(compute capability 8.0, 9.0, 10.0, 10.3) they compute the convolution, as accurately as float32; the code for other
-GPUs uses FMA. If gradients are wanted, the forward saves its input, the parameters, mean and rstd. The backward
-computes h again, or reads cuDNN's result again. Where our kernels convolve, they compute x's gradient, too, for 3x3
-convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give the same
-bits each time; cuDNN's may not, and in float32 they use TF32 unless torch.backends.cudnn.allow_tf32 is False.
+result once; twice if it needs two launches. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores
+are much faster than float32 FMA instructions, our kernels convolve with tensor cores, as accurately as in float32; for
+other GPUs with FMA instructions. If gradients are wanted, the forward saves its input, the parameters, mean and rstd.
+The backward computes h again, or reads cuDNN's result again. Where our kernels convolve, they compute x's gradient,
+too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give
+the same bits each time; cuDNN's may not, and in float32 they use TF32 unless torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile;
@@ -103,11 +103,21 @@ __device__ __forceinline__ float activation_gradient(float z) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One kernel, three directions. A tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if
-// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads computes a tile. It
-// loads a stage, which is at most 8 input channels, into shared memory, adds their products with the weights to the
-// sums in registers, and goes on with the next stage. Then it adds up what the statistics need, and publishes these
-// sums: it writes them to global memory. It waits until all tiles of the sample are published (not for the gradient of
-// x), and then computes its output from the values in its registers; the backward reads g a second time. So a block
+// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads does this:
+//
+//   for each of its tiles
+//       for each stage (at most 8 input channels)
+//           copy the stage's x and, unless they stay there, its weights to shared memory   (copy_x, load_weights)
+//           h += their products, in registers                                              (convolve_stage)
+//       add the bias and, in the forward, compute v; add up what the statistics need       (sum_values, sum_gradients)
+//       publish these sums: write them to global memory                                    (publish)
+//       start to copy the next tile's x
+//       wait until all tiles of the sample are published                                   (await_sample)
+//       add up all sums of the sample's groups                                             (gather)
+//       compute the output from the values in registers, and write it                      (write_values,
+//                                                                                           write_gradients)
+//
+// The gradient of x has no sums, and does not wait. The backward reads g a second time after the wait. So a block
 // writes its output once. It reads its part of x once, for all of its output channels, and with it the pixels around
 // the tile that the convolution needs.
 //
@@ -127,9 +137,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
-// of another sample. It publishes a tile, then waits for that tile's sample. Of all samples that blocks wait for, let s
-// be the first. Take a block that has yet to publish its tile of s. Its earlier tiles are of samples before s, which no
-// block waits for. So it runs, by (1), and will publish it. If the grid has fewer blocks, or the cooperative launch is
+// of another sample. It publishes a tile, then waits for that tile's sample. Let s be the first of the samples that
+// blocks wait for. A block that has not yet published its tile of s does not wait: its earlier tiles are of samples
+// before s. So it runs, by (1), and will publish that tile. If the grid has fewer blocks, or the cooperative launch is
 // refused, there are two launches: the first only publishes, the second repeats the convolution and makes the output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for one
@@ -160,7 +170,7 @@ constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
 #ifdef __CUDA_ARCH__
 constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr bool kTensor = false;  // the host does not use it: it asks each kernel what it was compiled for
+constexpr bool kTensor = false;  // the host asks each kernel what it was compiled for. `Shared`'s size is the same
 #endif
 
 constexpr int kThreads = 256;                    // per block
@@ -168,7 +178,7 @@ constexpr int kBlocks = 2;                       // per multiprocessor; one in t
 constexpr int kWarps = kThreads / 32;            // per block
 constexpr int kValues = 64;                      // values of h per thread
 constexpr int kChannels = kTensor ? 2 : 4;       // output channels per thread
-constexpr int kChannelStep = kTensor ? 8 : 1;    // from one of a thread's channels to the next
+constexpr int kChannelStride = kTensor ? 8 : 1;    // from one of a thread's channels to the next
 constexpr int kWarpChannels = kTensor ? 16 : 4;  // output channels per warp
 constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
 constexpr int kRows = 4;                         // pixel rows per thread
@@ -176,48 +186,53 @@ constexpr int kWarpRows = kTensor ? 4 : 16;      // pixel rows per warp
 constexpr int kPixels = kValues / kChannels;     // pixels per thread and channel
 constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
 constexpr int kChunk = 8;                        // pixels per load_pixels: the backward has no registers for 16
-constexpr int kMostOuts = 32;                    // output channels of a tile, at most
+constexpr int kMaxOuts = 32;                    // output channels of a tile, at most
 constexpr int kStage = 8;                        // input channels of a stage, at most
-constexpr int kMostTaps = 9;                     // of a 3x3 convolution; a tap is one position of its kernel
-constexpr int kMostSets = 16;                    // stages that keep their weights in shared memory, at most
+constexpr int kMaxTaps = 9;                     // of a 3x3 convolution; a tap is one position of its kernel
+constexpr int kMaxStages = 16;                   // stages whose weights stay in shared memory, at most
 constexpr int kColumns = 32;                     // pixel columns of a tile
-constexpr int kPairStep = kColumns / kPairs;     // columns from one of a thread's pairs to the next
+constexpr int kPairStride = kColumns / kPairs;     // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
 // columns and, for a 3x3 convolution, two more. The other two are unused, against bank conflicts.
 constexpr int kPitch = kColumns + 4;
 constexpr int kOutPitch = kColumns + 8;  // floats per channel in `write_rows`; 8 are unused, against bank conflicts
 constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // floats of `write_rows`' row buffer: 16 channels a warp
-constexpr int kCounterStep = 32;  // `unsigned`s from one sample's counter to the next: a cache line each, 128 bytes
+constexpr int kCounterStride = 32;  // `unsigned`s from one sample's counter to the next: a cache line each, 128 bytes
 
 enum Direction { kForward, kBackward, kInputGradient };
-// A launch publishes sums (kSums), computes the output (kFinish, also for dx), or does both and waits between (kWait).
-enum Mode { kWait, kSums, kFinish };
+// A launch publishes sums and, once all are there, computes the output (kFused); or it does one of the two. In the
+// direction kInputGradient nothing is published: kOutputOnly.
+enum Mode { kFused, kSumsOnly, kOutputOnly };
 
-struct Statistics { float mean, mean_lo, rstd; };  // of a sample's group. mean + mean_lo has about 48 bits
+// Of a sample's group. mean + mean_lo has about 48 bits: with the float mean alone, all outputs of a group whose values
+// are nearly equal would be off by the same.
+struct Statistics { float mean, mean_lo, rstd; };
 
 struct Arguments {  // T, here and below, is the type of x and the parameters
     // If in_channels is 0, x is the convolution's output without its bias, (samples, out_channels, rows, columns).
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
-    unsigned* done;  // (samples, kCounterStep): tiles that have published; zeros before the launch
+    unsigned* done;  // (samples, kCounterStride): tiles that have published; zeros before the launch
     double2* partials;  // (samples, groups, parts, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
     double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
-    int dh_type;  // 0 float, 1 half, 2 bfloat16
+    int dh_type;  // 0 float, 1 half, 2 bfloat16: T but under autocast, where T is float and dh as PyTorch's
     int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
     // Output channels of a tile; input channels of a stage, at most; rows of a tile; tiles side by side; tiles of a
     // sample's pixels, and of its channels: tiles = pixel_tiles * channel_tiles.
-    int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
-    int outs_log2;  // outs = 2^outs_log2: shifts are much faster than divisions
+    int outs, stage_channels, tile_rows, column_tiles, pixel_tiles, channel_tiles;
+    int outs_log2;  // outs = 2^outs_log2: shifts, where a division would take longer
     int lines;  // of each channel of x in shared memory
     int tiles, all_tiles;  // tiles of a sample, of all samples
-    int parts;  // channel tiles that have channels of the same group, at most
-    int x_floats, weight_floats;  // floats of shared memory for a stage's x, and for its weights
-    // How many stages keep their weights in shared memory, for all tiles of the block: all of them, or 0. If 0, each
-    // stage of each tile loads its weights again.
-    int weight_sets;
+    int max_parts;  // channel tiles that have channels of the same group, at most
+    int x_floats;  // of shared memory for a stage's x, or for the row buffer in which write_rows arranges the output
+    int weight_floats;  // of shared memory for a stage's weights
+    int stages;
+    // Whether the weights of all stages stay in shared memory, for all tiles of the block. If not, each stage of each
+    // tile loads its weights again.
+    bool keeps_weights;
     Mode mode;
     float eps;
     double per_value;  // 1 / the number of values of a group
@@ -245,16 +260,19 @@ struct Tile {
 //   forward      gamma rstd    beta - mean_lo factor                 unused, as rstd is
 //   backward     gamma         (mean of gamma g) - mean_lo slope     (mean of gamma g (v - mean) rstd) rstd
 struct Epilogue { float mean, factor, offset, slope, rstd; };
+__device__ __forceinline__ float normalise(float v, const Epilogue& epilogue) {  // the forward's output
+    return fmaf(v - epilogue.mean, epilogue.factor, epilogue.offset);
+}
 
 struct Shared {
     double sums[2][kWarps][16];  // two sums of each channel of a warp, less the anchors' part, see sums_of_channel
     float anchors[kWarps][16];  // of each channel of a warp, see sum_values; 0 in the backward
-    double2 channels[kMostOuts];  // sums of each channel of the tile, in `publish`
-    Epilogue epilogue[kMostOuts];
-    float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
-    int offsets[kMostTaps + 1];  // see `multiply`
-    float largest[kWarps];  // of a warp's values, in largest_of_block
-    float weight_units[kMostSets];  // the unit of each stage's weights, see Pieces
+    double2 channels[kMaxOuts];  // sums of each channel of the tile, in `publish`
+    Epilogue epilogue[kMaxOuts];
+    float4 parameters[kMaxOuts];  // conv_bias + bias, scale, gamma, beta
+    int offsets[kMaxTaps + 1];  // see `multiply`
+    float largest[kWarps];  // of a warp's values, in prescale_for
+    float weight_units[kMaxStages];  // the unit of each stage's weights, if they stay in shared memory; see Pieces
     Tile tiles[2];  // this one and the next
 };
 
@@ -282,7 +300,7 @@ struct Fragment {
 // thread's row i / (2 kPairs).
 struct Pixels {
     int channel, channels;  // the thread's first channel in the tile; number of output channels from there on
-    int64_t first;  // index of pixel 0 of the first channel in `out`, `grad` and `dh`
+    int64_t first;  // index of pixel 0 of the first channel in the output, or in a tensor of the output's shape
     int plane;  // pixels of a channel
     unsigned valid;  // bit i: pixel i lies in the output
     int columns;  // of the output
@@ -296,27 +314,27 @@ struct Pixels {
         first = (int64_t(tile.sample) * p.out_channels + tile.channel + channel) * plane + row * columns + column;
         unsigned of_row = 0;
 #pragma unroll
-        for (int i = 0; i < 2 * kPairs; ++i) of_row |= unsigned(column + i / 2 * kPairStep + i % 2 < columns) << i;
+        for (int i = 0; i < 2 * kPairs; ++i) of_row |= unsigned(column + i / 2 * kPairStride + i % 2 < columns) << i;
         valid = 0;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) valid |= row + i < p.rows ? of_row << 2 * kPairs * i : 0;
     }
     // `valid` of the thread's channel o: no pixel, if there is no such output channel.
-    __device__ __forceinline__ unsigned valid_of(int o) const { return o * kChannelStep < channels ? valid : 0; }
+    __device__ __forceinline__ unsigned valid_of(int o) const { return o * kChannelStride < channels ? valid : 0; }
     __device__ __forceinline__ bool all_valid() const { return valid == ~0u >> (32 - kPixels); }
     // The distance from pixel 0 to pixel i in an array with `pitch` elements from one row to the next.
     __device__ __forceinline__ int offset(int i, int pitch) const {
-        return i / (2 * kPairs) * pitch + i / 2 % kPairs * kPairStep + i % 2;
+        return i / (2 * kPairs) * pitch + i / 2 % kPairs * kPairStride + i % 2;
     }
 };
-template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };  // neighbouring columns
+template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
 template <int PACK, typename T>
 __device__ __forceinline__ void load_packs(
-    const T* from, const Pixels& at, unsigned valid, int begin, float (&to)[kChunk]) {
+    const T* from, const Pixels& pixels, unsigned valid, int begin, float (&to)[kChunk]) {
 #pragma unroll
     for (int i = 0; i < kChunk; i += PACK) {
         Pack<T, PACK> pack = {};
-        const T* const pixel = from + at.offset(begin + i, at.columns);
+        const T* const pixel = from + pixels.offset(begin + i, pixels.columns);
         if (valid >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(pixel);
 #pragma unroll
         for (int k = 0; k < PACK; ++k) to[i + k] = to_float(pack.values[k]);
@@ -324,28 +342,30 @@ __device__ __forceinline__ void load_packs(
 }
 template <int PACK, typename T>
 __device__ __forceinline__ void store_packs(
-    T* to, const Pixels& at, unsigned valid, int begin, const float (&from)[kChunk]) {
+    T* to, const Pixels& pixels, unsigned valid, int begin, const float (&from)[kChunk]) {
 #pragma unroll
     for (int i = 0; i < kChunk; i += PACK) {
         Pack<T, PACK> pack;
 #pragma unroll
         for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
-        T* const pixel = to + at.offset(begin + i, at.columns);
+        T* const pixel = to + pixels.offset(begin + i, pixels.columns);
         if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
 }
 // Load (0 outside the output) or store kChunk pixels of channel o, from `begin` on; in pairs if all pairs are aligned.
 template <typename T>
-__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kChunk]) {
-    from += at.first + int64_t(o) * kChannelStep * at.plane;
-    if (at.columns % 2 == 0) load_packs<2>(from, at, at.valid_of(o), begin, to);
-    else load_packs<1>(from, at, at.valid_of(o), begin, to);
+__device__ __forceinline__ void load_pixels(
+    const T* from, const Pixels& pixels, int o, int begin, float (&to)[kChunk]) {
+    from += pixels.first + int64_t(o) * kChannelStride * pixels.plane;
+    if (pixels.columns % 2 == 0) load_packs<2>(from, pixels, pixels.valid_of(o), begin, to);
+    else load_packs<1>(from, pixels, pixels.valid_of(o), begin, to);
 }
 template <typename T>
-__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int begin, const float (&from)[kChunk]) {
-    to += at.first + int64_t(o) * kChannelStep * at.plane;
-    if (at.columns % 2 == 0) store_packs<2>(to, at, at.valid_of(o), begin, from);
-    else store_packs<1>(to, at, at.valid_of(o), begin, from);
+__device__ __forceinline__ void store_pixels(
+    T* to, const Pixels& pixels, int o, int begin, const float (&from)[kChunk]) {
+    to += pixels.first + int64_t(o) * kChannelStride * pixels.plane;
+    if (pixels.columns % 2 == 0) store_packs<2>(to, pixels, pixels.valid_of(o), begin, from);
+    else store_packs<1>(to, pixels, pixels.valid_of(o), begin, from);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -372,7 +392,7 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int
 // 0.001 times `unit`. Where this might change z, `recompute_in_float` computes h again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
-    return min(p.stage, p.in_channels - first_in);
+    return min(p.stage_channels, p.in_channels - first_in);
 }
 
 // By a block. A pack is PACK neighbouring columns. Distributes the packs of `channels` channels among the threads, and
@@ -402,7 +422,8 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
 }
 // By a block: copies what the tile needs of a stage's channels, from `first_in` on, to shared memory, and writes zeros
 // for pixels outside x. From compute capability 8.0 on it uses cp.async and does not wait; but cp.async copies at least
-// 4 bytes, so 16-bit values of an odd width are stored one by one. With tensor cores a lambda call copies all channels.
+// 4 bytes, so 16-bit values of an odd width are stored one by one. With tensor cores a call of the lambda copies a pack
+// of every channel, because receive_x needs all channels of a pixel in one thread.
 template <typename T, int PACK>
 __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first_in, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
@@ -427,32 +448,20 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
 template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a warp, with tensor cores: the largest of the lanes' values. None is negative, so comparing their bits as integers
-// compares the values.
-__device__ __forceinline__ float largest_of_warp(float value) {
-#if __CUDA_ARCH__ >= 800
-    value = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(value)));
+// By a block, with tensor cores: the power of two which, times the largest of the threads' values, is at least 2^13 and
+// less than 2^14 (see Pieces); 2^126 at most, so that its inverse, `unit`, is a normal number. NaN if the largest value
+// is infinite. No value is negative. Contains a __syncthreads, and needs one before a second call.
+__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unit) {
+#if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
+    largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
 #endif
-    return value;
-}
-// The same by a block. Contains a __syncthreads, and needs one before a second call: both write shared.largest.
-__device__ __forceinline__ float largest_of_block(float value, Shared& shared) {
-    value = largest_of_warp(value);
-    if (read_thread() % 32 == 0) shared.largest[read_thread() / 32] = value;
+    if (read_thread() % 32 == 0) shared.largest[read_thread() / 32] = largest;
     __syncthreads();
-    for (int warp = 0; warp < kWarps; ++warp) value = fmaxf(value, shared.largest[warp]);
-    return value;
-}
-// The power of two which, times `largest`, is at least 2^13 and less than 2^14 (see Pieces); 2^126 at most, so that
-// its inverse is a normal number. NaN if `largest` is infinite.
-__device__ __forceinline__ float power_for(float largest) {
-    constexpr unsigned kBias = 127, kInfinite = 255, kLeast = 14;  // biased exponents; 14 gives 2^126
+    for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, shared.largest[warp]);
+    constexpr unsigned kOne = 127, kInfinite = 255, kLeast = 14;  // exponents in a float's bits, of 1, infinity, 2^-113
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
-    return exponent < kInfinite ? __uint_as_float((kBias + 13 - exponent + kBias) << 23) : NAN;
-}
-// 1 / scale, where scale is a power of two. (__frcp_rn is a function call, which takes more registers.)
-__device__ __forceinline__ float inverse_of_power(float scale) {
-    return __uint_as_float((2 * 127 << 23) - __float_as_uint(scale));
+    unit = __uint_as_float((exponent - 13) << 23);
+    return exponent < kInfinite ? __uint_as_float((kOne + 13 - exponent + kOne) << 23) : NAN;
 }
 __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
     hi = __float2half_rn(v);
@@ -473,7 +482,7 @@ __device__ __forceinline__ float receive_packs(
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * channel_pixels + pixel)
                                 : Pack<T, PACK>();
         };
-        float power = 1;
+        float prescale = 1;
         if constexpr (kPieces<T> == 2) {
             float largest = 0;
             for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
@@ -484,8 +493,7 @@ __device__ __forceinline__ float receive_packs(
                     for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
                 }
             });
-            power = power_for(largest_of_block(largest, shared));
-            unit = inverse_of_power(power);
+            prescale = prescale_for(largest, shared, unit);
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
@@ -496,7 +504,7 @@ __device__ __forceinline__ float receive_packs(
 #pragma unroll
                 for (int i = 0; i < PACK; ++i) {
                     if constexpr (kPieces<T> == 1) pieces[0][i].values[c] = pack.values[i];
-                    else split(pack.values[i] * power, pieces[0][i].values[c], pieces[1][i].values[c]);
+                    else split(pack.values[i] * prescale, pieces[0][i].values[c], pieces[1][i].values[c]);
                 }
             }
 #pragma unroll
@@ -507,9 +515,9 @@ __device__ __forceinline__ float receive_packs(
         });
     } else if constexpr (sizeof(T) == 2) {
         for_each_pack<PACK>(p, channels, [&](int channel, int line, int column) {
-            const int at = channel * channel_pixels + line * kPitch + column;
+            const int pixel = channel * channel_pixels + line * kPitch + column;
 #pragma unroll
-            for (int i = 0; i < PACK; ++i) x[at + i] = to_float(raw[at + i]);
+            for (int i = 0; i < PACK; ++i) x[pixel + i] = to_float(raw[pixel + i]);
         });
     }
     return unit;
@@ -531,54 +539,52 @@ __device__ __forceinline__ float receive_x(const Arguments& p, int first_in, con
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, int tap) {
     const int taps = p.kernel * p.kernel;
-    const int64_t at = DIRECTION == kInputGradient ? (int64_t(in) * p.out_channels + o) * taps + taps - 1 - tap
-                                                   : (int64_t(o) * p.in_channels + in) * taps + tap;
-    return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[at]) : 0.0f;
+    const int64_t index = DIRECTION == kInputGradient ? (int64_t(in) * p.out_channels + o) * taps + taps - 1 - tap
+                                                      : (int64_t(o) * p.in_channels + in) * taps + tap;
+    return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[index]) : 0.0f;
 }
 // By a block, for a tile whose first output channel is `channel`: loads the channels' parameters.
 template <typename T>
 __device__ __forceinline__ void load_parameters(const Arguments& p, int channel, Shared& shared) {
-    const auto at = [](const void* values, int64_t i) { return to_float(static_cast<const T*>(values)[i]); };
     const int i = int(read_thread()), o = channel + i;
+    const auto load = [o](const void* values) { return to_float(static_cast<const T*>(values)[o]); };
     if (i >= p.outs || o >= p.out_channels) return;
-    shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
+    shared.parameters[i] = {load(p.conv_bias) + load(p.bias), load(p.scale), load(p.gamma), load(p.beta)};
 }
 // By a block, for a tile whose first output channel is `channel`: loads the weights of a stage's input channels, from
-// `first_in` on, as (in, tap, out) or, with tensor cores, as `multiply` reads them; and, but for the gradient of x, the
-// channels' parameters. Returns the weights' unit, see Pieces.
-// Contains a __syncthreads if kTensor and T is float.
+// `first_in` on, as (in, tap, out) or, with tensor cores, as `multiply` reads them. Returns the weights' unit, see
+// Pieces. Contains a __syncthreads if kTensor and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
     const Arguments& p, int channel, int first_in, float* to, Shared& shared) {
     const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first_in);
     float unit = 1;
     if constexpr (kTensor) {
-        const int steps = (taps + 1) / 2, pairs = p.outs / 16 * steps * 128;
-        // Pair i is one 32-bit register of mma's operand A: two weights, k = 0 and 1. A step is two taps. Its weights
-        // of 16 output channels are 128 such registers: 4 in each of 32 lanes. `multiply` describes the layout.
+        const int tap_pairs = (taps + 1) / 2, pairs = p.outs / 16 * tap_pairs * 128;
+        // Pair i is one 32-bit register of mma's operand A: two weights, k = 0 and 1. The weights of two taps and 16
+        // output channels are 128 such registers: 4 in each of 32 lanes. `multiply` describes the layout.
         const auto load = [&](int i, int k) {
-            const int lane = i / 4 % 32, tap = i / 128 % steps * 2 + i / 2 % 2;
-            const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
+            const int lane = i / 4 % 32, tap = i / 128 % tap_pairs * 2 + i / 2 % 2;
+            const int o = channel + i / 128 / tap_pairs * 16 + i % 2 * 8 + lane / 4;
             return tap < taps ? weight_of<T, DIRECTION>(p, o, first_in + lane % 4 * 2 + k, tap) : 0.0f;
         };
-        float power = 1;
+        float prescale = 1;
         if constexpr (kPieces<T> == 2) {
             float largest = 0;
             for (int i = int(read_thread()); i < 2 * pairs; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
-            power = power_for(largest_of_block(largest, shared));
-            unit = inverse_of_power(power);
+            prescale = prescale_for(largest, shared, unit);
         }
         for (int i = int(read_thread()); i < pairs; i += kThreads) {
-            const int at = i / 128 * 128 * kPieces<T> + i % 128;
+            const int index = i / 128 * 128 * kPieces<T> + i % 128;
             Pack<Piece<T>, 2> pieces[kPieces<T>];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 if constexpr (kPieces<T> == 1) pieces[0].values[k] = from_float<T>(load(i, k));
-                else split(load(i, k) * power, pieces[0].values[k], pieces[1].values[k]);
+                else split(load(i, k) * prescale, pieces[0].values[k], pieces[1].values[k]);
             }
 #pragma unroll
-            for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece<T>, 2>*>(to)[at + n * 128] = pieces[n];
+            for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece<T>, 2>*>(to)[index + n * 128] = pieces[n];
         }
     } else {
         for (int i = int(read_thread()); i < channels * taps * p.outs; i += kThreads) {
@@ -586,7 +592,6 @@ __device__ __forceinline__ float load_weights(
             to[i] = weight_of<T, DIRECTION>(p, channel + i % p.outs, first_in + in, tap);
         }
     }
-    if (DIRECTION != kInputGradient) load_parameters<T>(p, channel, shared);
     return unit;
 }
 
@@ -613,7 +618,7 @@ __device__ __forceinline__ void accumulate(
 #pragma unroll
             for (int i = 0; i < kNeeds; ++i) {
                 const int pair = i / (kNeeds / 2), column = i % (kNeeds / 2) * 2;
-                const float2 two = *reinterpret_cast<const float2*>(x + line * kPitch + pair * kPairStep + column);
+                const float2 two = *reinterpret_cast<const float2*>(x + line * kPitch + pair * kPairStride + column);
                 in[pair][column] = two.x;
                 in[pair][column + 1] = two.y;
             }
@@ -672,40 +677,41 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 template <typename T>
 __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const uint4* weights, const int* offsets,
     float unit, float (&sum)[kChannels][kPixels]) {
-    constexpr int kCount = kPieces<T>;
+    constexpr bool kSplit = kPieces<T> == 2;
     const int steps = (p.kernel * p.kernel + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
-    // the same pixels; or, in 16 bits (kCount 1), x of the next eight pixels: then the weights' `lo` below is not used.
-    x += lane % 8 * 16 + lane / 16 * (kCount == 2 ? p.lines * kPitch * 16 : 128);
+    // the same pixels; or, in 16 bits, x of the next eight pixels.
+    x += lane % 8 * 16 + lane / 16 * (kSplit ? p.lines * kPitch * 16 : 128);
     offsets += lane / 8 % 2;
     // The warp has 16 times eight pixels. The loop over the steps multiplies kAtOnce of the 16, and is repeated until
     // all are done. With two pieces kAtOnce is four: with 16 nvcc makes each mma wait for the one before it.
-    constexpr int kAtOnce = kCount == 1 ? 16 : 4;
+    constexpr int kAtOnce = kSplit ? 4 : 16;
 #pragma unroll
     for (int j = 0; j < kPixels / 2; j += kAtOnce) {
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            const uint4 hi = weights[step * kCount * 32], lo = weights[step * kCount * 32 + (kCount - 1) * 32];
-            const uint32_t at = x + offsets[2 * step];
-            uint32_t b[kAtOnce][2 * kCount];
+            const uint4 hi = weights[step * kPieces<T> * 32];
+            const uint32_t pixels = x + offsets[2 * step];
+            uint32_t b[kAtOnce][2 * kPieces<T>];  // x's hi and, if it has two pieces, its lo
             float products[kAtOnce][4];
 #pragma unroll
-            for (int t = 0; t < kAtOnce; t += 3 - kCount) {  // an ldmatrix loads 8 pixels of two pieces, or 16 of one
+            for (int t = 0; t < kAtOnce; t += kSplit ? 1 : 2) {
                 uint32_t four[4];
-                load_matrices(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
+                load_matrices(four, pixels + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) b[t + i / (2 * kCount)][i % (2 * kCount)] = four[i];
+                for (int i = 0; i < 4; ++i) b[kSplit ? t : t + i / 2][kSplit ? i : i % 2] = four[i];
             }
 #pragma unroll
             for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) products[t][i] = kCount == 2 ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
+                for (int i = 0; i < 4; ++i) products[t][i] = kSplit ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
             }
-            if (kCount == 2) {
+            if constexpr (kSplit) {
+                const uint4 lo = weights[step * 64 + 32];
 #pragma unroll
                 for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], lo, b[t][0], b[t][1]);
 #pragma unroll
-                for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], hi, b[t][2 * kCount - 2], b[t][2 * kCount - 1]);
+                for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], hi, b[t][2], b[t][3]);
             }
 #pragma unroll
             for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], hi, b[t][0], b[t][1]);
@@ -714,24 +720,24 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& total = sum[i / 2][2 * (j + t) + i % 2];
-                    total = kCount == 2 ? fmaf(products[t][i], unit, total) : products[t][i];
+                    total = kSplit ? fmaf(products[t][i], unit, total) : products[t][i];
                 }
             }
         }
     }
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. In float32 with tensor cores power_for is NaN for an infinite x or weight, and the whole
-//   stage is multiplied by it. In 16 bits the weight of a tap that does not exist is 0 (9 taps are 5 steps of two), and
-//   an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around dh is NaN.
-//   This function multiplies nothing outside x, and no tap that does not exist.
+// - one of them is not finite. In float32 with tensor cores prescale_for is NaN for an infinite x or weight, and the
+//   whole stage is multiplied by it. In 16 bits the weight of a tap that does not exist is 0 (9 taps are 5 steps of
+//   two), and an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around
+//   dh is NaN. This function multiplies nothing outside x, and no tap that does not exist.
 // - `unit`, the largest of the tile's stages, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with
 //   tensor cores. At this limit a stage's error in h, of at most 0.04 `unit` (see Pieces), makes an error of z = h
-//   scale of at most 2^-21 (for random numbers 2^-27), whatever the activation. float32 itself rounds a z of 1 by
+//   scale of at most 2^-23 (for random numbers 2^-29), whatever the activation. float32 itself rounds a z of 1 by
 //   up to 2^-24. Above the limit the largest |x|, times the largest |weight|, times |scale| if that is above 1, exceeds
-//   2^26 kUnitLimit = 2^9. A usual network's products are far smaller.
+//   2^26 kUnitLimit = 2^7. A usual network's products are far smaller.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
-constexpr float kUnitLimit = 1.0f / (1 << 17);
+constexpr float kUnitLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
     const Arguments& p, const Tile& tile, const Shared& shared, float unit, float (&h)[kChannels][kPixels]) {
@@ -744,7 +750,7 @@ __device__ __forceinline__ void recompute_in_float(
     if constexpr (!padded && kPieces<T> == 2) {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
-            const float scale = fmaxf(fabsf(shared.parameters[fragment.channel + o * kChannelStep].y), 1.0f);
+            const float scale = fmaxf(fabsf(shared.parameters[fragment.channel + o * kChannelStride].y), 1.0f);
             accurate &= unit * scale <= kUnitLimit;
         }
     }
@@ -761,10 +767,10 @@ __device__ __forceinline__ void recompute_in_float(
         float w[kChannels];
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
-            w[o] = weight_of<T, DIRECTION>(p, tile.channel + fragment.channel + o * kChannelStep, in, n % taps);
+            w[o] = weight_of<T, DIRECTION>(p, tile.channel + fragment.channel + o * kChannelStride, in, n % taps);
         }
-        const int64_t line = (int64_t(tile.sample) * p.in_channels + in) * p.height + row;
-        const T* const from = static_cast<const T*>(p.x) + line * p.width + column;
+        const int64_t image_row = (int64_t(tile.sample) * p.in_channels + in) * p.height + row;
+        const T* const from = static_cast<const T*>(p.x) + image_row * p.width + column;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             if (!(pixels.valid >> i & 1)) continue;
@@ -784,21 +790,21 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
     const Shared& shared, int channels, float unit, float (&h)[kChannels][kPixels]) {
     const Fragment fragment(p);
     if constexpr (kTensor) {
-        const int steps = (p.kernel * p.kernel + 1) / 2 * kPieces<T>;
-        const uint4* const of_warp = reinterpret_cast<const uint4*>(weights) + fragment.channel / 16 * steps * 32;
-        const uint32_t rows = uint32_t(__cvta_generic_to_shared(x)) + fragment.row * kPitch * 16;
-        multiply<T>(p, rows, of_warp + read_thread() % 32, shared.offsets, unit, h);
+        const int of_16_channels = (p.kernel * p.kernel + 1) / 2 * kPieces<T> * 32;  // uint4s
+        const uint4* const warp_weights =
+            reinterpret_cast<const uint4*>(weights) + fragment.channel / 16 * of_16_channels;
+        const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(x)) + fragment.row * kPitch * 16;
+        multiply<T>(p, warp_x, warp_weights + read_thread() % 32, shared.offsets, unit, h);
     } else {
         x += fragment.row * kPitch + fragment.column;
         weights += fragment.channel;
         if constexpr (DIRECTION == kInputGradient) {
             // dh often has 32 channels or more. 32 channels make 288 products. Added up in one running sum, they have
             // twice the rounding error that they have if each stage is summed first, and its sum added.
-            float of_stage[kChannels][kPixels] = {};
-            if (p.kernel == 3) accumulate<3>(p, x, weights, channels, of_stage);
-            else accumulate<1>(p, x, weights, channels, of_stage);
+            float sum[kChannels][kPixels] = {};
+            accumulate<3>(p, x, weights, channels, sum);  // PyTorch computes the dx of other kernels than 3x3
 #pragma unroll
-            for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] += of_stage[i / kPixels][i % kPixels];
+            for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] += sum[i / kPixels][i % kPixels];
         } else if (p.kernel == 3) {
             accumulate<3>(p, x, weights, channels, h);
         } else {
@@ -814,7 +820,7 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
 // The sums of g are EXACT: their total is beta's gradient, which may be near zero although the terms are not. Its terms
 // are the given g, so that these additions make its only errors. If the sum is not finite, `lost` is not used.
-struct Addend {
+struct CompensatedSum {
     float sum, lost;
     template <bool EXACT> __device__ __forceinline__ void add(float v) {
         const float before = sum;
@@ -825,42 +831,46 @@ struct Addend {
     __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + lost : sum; }
 };
 // Sends `given` to the lane whose number is this one's xor `distance`, and adds to `to` what that lane sends.
-template <bool EXACT> __device__ __forceinline__ void add_of_lane(Addend& to, Addend given, int distance) {
+template <bool EXACT>
+__device__ __forceinline__ void add_from_lane(CompensatedSum& to, CompensatedSum given, int distance) {
     to.add<EXACT>(__shfl_xor_sync(~0u, given.sum, distance));
     if (EXACT) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
 }
 // A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane has eight values or, with tensor
 // cores, four. It returns one of them, summed over these lanes: number lane / 4 of eight, or lane % 4 of four. In each
 // step a lane sends half of its values to another lane, and adds what it receives to the other half.
-template <bool EXACT> __device__ __forceinline__ Addend sum_of_lanes(Addend (&values)[2 * kChannels]) {
+template <bool EXACT> __device__ __forceinline__ CompensatedSum sum_of_lanes(CompensatedSum (&values)[2 * kChannels]) {
     int distance = kChannelLanes / 2;
 #pragma unroll
     for (int half = kChannels; half > 0; half /= 2) {
         const bool upper = read_thread() & distance;
 #pragma unroll
         for (int i = 0; i < half; ++i) {
-            const Addend given = upper ? values[i] : values[i + half];
+            const CompensatedSum given = upper ? values[i] : values[i + half];
             if (upper) values[i] = values[i + half];
-            add_of_lane<EXACT>(values[i], given, distance);
+            add_from_lane<EXACT>(values[i], given, distance);
         }
         distance /= 2;
     }
-    for (; distance > 0; distance /= 2) add_of_lane<EXACT>(values[0], values[0], distance);
+    for (; distance > 0; distance /= 2) add_from_lane<EXACT>(values[0], values[0], distance);
     return values[0];
 }
 
-// By a lane, for channel c of the tile: adds up the sums of the warps that have it. The forward's are sums of d = v -
-// anchor and d^2; it returns those of v = d + anchor and v^2 = d^2 + anchor (2 d + anchor). The backward's anchors are
-// 0: it returns the sums of g and g (v - mean) or, after write_gradients, of dz / rstd and dz h / rstd.
+// By a lane, for channel c of the tile: adds up the two sums of each warp that has the channel, and returns
+//
+//     forward                             the sums of v and v^2. The warps' are of d = v - anchor and d^2, so it adds
+//                                         what is missing: v = d + anchor, v^2 = d^2 + anchor (2 d + anchor)
+//     backward, after sum_gradients       the sums of g and g (v - mean): the anchors are 0
+//     backward, after write_gradients     the sums of dz / rstd and dz h / rstd: the anchors are 0
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
     const int warps = 1 << sharing_warps_log2(p), first = c / kWarpChannels * warps;  // warps that have the channel
-    const int of_warp = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // inside the output
+    const int warp_channel = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // inside the output
     double2 all = {};
     for (int warp = first; warp < first + warps; ++warp) {
         const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // inside the output
         if (rows <= 0) break;
-        const double n = rows * columns, anchor = shared.anchors[warp][of_warp];
-        const double sum = shared.sums[0][warp][of_warp], square = shared.sums[1][warp][of_warp];
+        const double n = rows * columns, anchor = shared.anchors[warp][warp_channel];
+        const double sum = shared.sums[0][warp][warp_channel], square = shared.sums[1][warp][warp_channel];
         all.x += sum + n * anchor;
         all.y += square + anchor * (2 * sum + n * anchor);
     }
@@ -868,7 +878,7 @@ __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Til
 }
 
 __device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int part) {
-    return p.partials + ((int64_t(sample) * p.groups + group) * p.parts + part) * p.pixel_tiles;
+    return p.partials + ((int64_t(sample) * p.groups + group) * p.max_parts + part) * p.pixel_tiles;
 }
 // The tile's partial sum of a channel's gradient: `which` is 0 for dbeta, 1 dgamma, 2 dbias, 3 dscale.
 __device__ __forceinline__ double& channel_sum(const Arguments& p, const Tile& tile, int which, int c) {
@@ -877,16 +887,16 @@ __device__ __forceinline__ double& channel_sum(const Arguments& p, const Tile& t
 }
 
 // By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
-template <bool BACKWARD>
-__device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared, int lane) {
-    const int outs = p.outs, end = min(outs, p.out_channels - tile.channel);
+template <Direction DIRECTION>
+__device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared) {
+    const int lane = read_thread(), end = min(p.outs, p.out_channels - tile.channel);
     if (lane < end) {
         double2 all = sums_of_channel(p, tile, shared, lane);
-        if (BACKWARD) {
+        if (DIRECTION == kBackward) {
             const int64_t group = int64_t(tile.sample) * p.groups + (tile.channel + lane) / p.group_channels;
-            const Statistics of = p.statistics[group];
+            const Statistics statistics = p.statistics[group];
             const double gamma = shared.parameters[lane].z;
-            all.y = (all.y - of.mean_lo * all.x) * of.rstd;  // of g times the normalised v
+            all.y = (all.y - statistics.mean_lo * all.x) * statistics.rstd;  // of g times the normalised v
             channel_sum(p, tile, 0, lane) = all.x;
             channel_sum(p, tile, 1, lane) = all.y;
             all = {gamma * all.x, gamma * all.y};
@@ -904,9 +914,9 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
         const int part = (tile.channel >> p.outs_log2) - (first >> p.outs_log2);
         partials_of(p, tile.sample, group, part)[tile.pixel_tile] = all;
     }
-    if (p.mode != kWait) return;
+    if (p.mode != kFused) return;
     __syncwarp();
-    unsigned* const done = p.done + int64_t(tile.sample) * kCounterStep;
+    unsigned* const done = p.done + int64_t(tile.sample) * kCounterStride;
     // A thread that acquires a count with this 1 in it sees the warp's writes. With a __threadfence here and one after
     // the wait, in place of release and acquire, the kernel takes 1.012 times as long.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
@@ -914,7 +924,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
 
 // By one thread, before __syncthreads: spins until all tiles of the sample are published.
 __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
-    const unsigned* const done = p.done + int64_t(sample) * kCounterStep;
+    const unsigned* const done = p.done + int64_t(sample) * kCounterStride;
     while (true) {
         unsigned count;
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(done) : "memory");
@@ -925,7 +935,7 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 
 // By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues.
 // The forward also writes the group's Statistics.
-template <bool BACKWARD>
+template <Direction DIRECTION>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.channel + p.outs, p.out_channels);
     for (int group = tile.group + read_thread() / 32; true; group += kWarps) {
@@ -943,28 +953,31 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
             all.x += __shfl_xor_sync(~0u, all.x, distance);
             all.y += __shfl_xor_sync(~0u, all.y, distance);
         }
-        Statistics& statistics = p.statistics[int64_t(tile.sample) * p.groups + group];
-        const double mean = all.x * p.per_value;
-        Statistics of;
-        if (BACKWARD) {
-            of = statistics;
+        const double first_mean = all.x * p.per_value, second_mean = all.y * p.per_value;  // of what was published
+        Statistics& stored = p.statistics[int64_t(tile.sample) * p.groups + group];
+        Statistics statistics;
+        if (DIRECTION == kBackward) {
+            statistics = stored;
         } else {
-            const double variance = all.y * p.per_value - mean * mean;
-            of.mean = float(mean);
-            of.mean_lo = float(mean - of.mean);
-            of.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
-            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // the group's other channel tiles write the same
+            const double variance = second_mean - first_mean * first_mean;
+            statistics.mean = float(first_mean);
+            statistics.mean_lo = float(first_mean - statistics.mean);
+            statistics.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
+            // The group's other channel tiles write the same.
+            if (lane == 0 && tile.pixel_tile == 0) stored = statistics;
         }
         for (int c = max(first, tile.channel) + lane; c <= min(last, end - 1); c += 32) {
             const float4 parameters = shared.parameters[c - tile.channel];
             Epilogue& epilogue = shared.epilogue[c - tile.channel];
-            if (BACKWARD) {
-                const double slope = all.y * p.per_value * of.rstd;
-                epilogue = {of.mean, parameters.z, float(mean - of.mean_lo * slope), float(slope), of.rstd};
+            if (DIRECTION == kBackward) {
+                const double slope = second_mean * statistics.rstd;
+                const float offset = float(first_mean - statistics.mean_lo * slope);
+                epilogue = {statistics.mean, parameters.z, offset, float(slope), statistics.rstd};
             } else {
-                const float factor = parameters.z * of.rstd;
+                const float factor = parameters.z * statistics.rstd;
                 // An infinite gamma rstd gives NaN, as in ATen.
-                epilogue = {of.mean, factor, isfinite(factor) ? parameters.w - of.mean_lo * factor : NAN};
+                const float offset = isfinite(factor) ? parameters.w - statistics.mean_lo * factor : NAN;
+                epilogue = {statistics.mean, factor, offset};
             }
         }
     }
@@ -976,13 +989,13 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
 // By a warp: adds up its lanes' sums, and writes them to shared memory for sums_of_channel.
 template <bool EXACT>
 __device__ __forceinline__ void keep_sums(
-    Addend (&sums)[2 * kChannels], const float (&anchors)[kChannels], Shared& shared, int warp) {
-    const int lane = read_thread() % 32;
-    const Addend sum = sum_of_lanes<EXACT>(sums);
+    CompensatedSum (&sums)[2 * kChannels], const float (&anchors)[kChannels], Shared& shared) {
+    const int warp = read_thread() / 32, lane = read_thread() % 32;
+    const CompensatedSum sum = sum_of_lanes<EXACT>(sums);
     if (!kTensor && lane % 4 != 0) return;
     // Which of the 2 kChannels sums this lane has. The lanes with a sum of the first half also write its anchor.
     const int which = kTensor ? lane % 4 : lane / 4;
-    const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStep;
+    const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStride;
     shared.sums[which / kChannels][warp][c] = sum.total();
     float anchor = anchors[0];
 #pragma unroll
@@ -991,15 +1004,14 @@ __device__ __forceinline__ void keep_sums(
 }
 
 // Forward, by a warp: adds up v - anchor and its square, where anchor is one of the warp's values of the same channel.
-// If all of these are close to 1, say, their variance keeps its digits.
-__device__ __forceinline__ void sum_values(
-    float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+// Without the anchor, values that are all close to 1 would lose their variance to rounding.
+__device__ __forceinline__ void sum_values(float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared) {
     const bool whole = __all_sync(~0u, pixels.all_valid());
     constexpr int kSecond = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
     constexpr int kThird = 6 * kPairs;  // a pixel of the fourth row
     const unsigned valid = __shfl_sync(~0u, pixels.valid, kSecond, kChannelLanes) & pixels.valid >> kThird;
     const bool three = (valid & 1) != 0;  // of each channel's first lane: only its value is used
-    Addend sums[2 * kChannels] = {};
+    CompensatedSum sums[2 * kChannels] = {};
     float anchors[kChannels];
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
@@ -1025,7 +1037,7 @@ __device__ __forceinline__ void sum_values(
             sums[kChannels + o].sum = fmaf(d, d, sums[kChannels + o].sum);
         }
     }
-    keep_sums<false>(sums, anchors, shared, warp);
+    keep_sums<false>(sums, anchors, shared);
 }
 // By a warp, with tensor cores: computes the output of its 16 channels, row by row, in its part of the row buffer, and
 // copies each row to `out`. So a store writes 128 contiguous bytes of a channel, not 32; in 16 bits 64, not 16.
@@ -1039,7 +1051,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
     const int channels = p.out_channels - tile.channel - first - of_lane;
     const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + of_lane) * pixels.plane;
     T* const to = static_cast<T*>(p.out) + of_channel + int64_t(row) * p.columns + column;
-    const int64_t step = int64_t(kAtOnce) * pixels.plane;
+    const int64_t stride = int64_t(kAtOnce) * pixels.plane;
     const bool even = p.columns % 2 == 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -1047,12 +1059,11 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
 #pragma unroll
         for (int i = 0; i < kValues / kRows; i += 2) {
             const int o = i / (2 * kPairs), pair = i / 2 % kPairs, pixel = r * 2 * kPairs + pair * 2;
-            const int c = pixels.channel + o * kChannelStep;
-            const Epilogue n = shared.epilogue[c];
-            float2* const at =
-                reinterpret_cast<float2*>(row_buffer + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2);
-            *at = make_float2(
-                fmaf(v[o][pixel] - n.mean, n.factor, n.offset), fmaf(v[o][pixel + 1] - n.mean, n.factor, n.offset));
+            const int c = pixels.channel + o * kChannelStride;
+            const Epilogue epilogue = shared.epilogue[c];
+            float* const buffered = row_buffer + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2;
+            *reinterpret_cast<float2*>(buffered) =
+                make_float2(normalise(v[o][pixel], epilogue), normalise(v[o][pixel + 1], epilogue));
         }
         __syncwarp();
         float2 pairs[16 / kAtOnce];
@@ -1062,14 +1073,14 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
                 *reinterpret_cast<const float2*>(row_buffer + (c + of_lane) * kOutPitch + lane % kLanes * 2);
         }
         if (r >= rows) continue;
-        T* at = to + r * p.columns;
+        T* pixel = to + r * p.columns;
 #pragma unroll
         for (int c = 0; c < 16; c += kAtOnce) {
             const Pack<T, 2> pack = {from_float<T>(pairs[c / kAtOnce].x), from_float<T>(pairs[c / kAtOnce].y)};
-            if (c < channels && even) *reinterpret_cast<Pack<T, 2>*>(at) = pack;
-            if (c < channels && !even) at[0] = pack.values[0];
-            if (c < channels && !even && column + 1 < p.columns) at[1] = pack.values[1];
-            at += step;
+            if (c < channels && even) *reinterpret_cast<Pack<T, 2>*>(pixel) = pack;
+            if (c < channels && !even) pixel[0] = pack.values[0];
+            if (c < channels && !even && column + 1 < p.columns) pixel[1] = pack.values[1];
+            pixel += stride;
         }
     }
 }
@@ -1085,9 +1096,9 @@ __device__ __forceinline__ void write_values(
     } else {
 #pragma unroll
         for (int o = 0; o < kChannels; ++o) {
-            const Epilogue n = shared.epilogue[pixels.channel + o * kChannelStep];
+            const Epilogue epilogue = shared.epilogue[pixels.channel + o * kChannelStride];
 #pragma unroll
-            for (int i = 0; i < kPixels; ++i) v[o][i] = fmaf(v[o][i] - n.mean, n.factor, n.offset);
+            for (int i = 0; i < kPixels; ++i) v[o][i] = normalise(v[o][i], epilogue);
 #pragma unroll
             for (int i = 0; i < kPixels; i += kChunk) {
                 store_pixels(static_cast<T*>(p.out), pixels, o, i, reinterpret_cast<float (&)[kChunk]>(v[o][i]));
@@ -1096,28 +1107,14 @@ __device__ __forceinline__ void write_values(
     }
 }
 
-// By a block: prefetches a tile's g, or the conv(x) that PyTorch has computed, from `images` into L2. Without this the
-// backward takes 1.03 times as long, and a forward that loads conv(x) of 16 bits 1.03 to 1.07 times.
-template <typename T>
-__device__ __forceinline__ void prefetch(const Arguments& p, const Tile& tile, const void* images) {
-    const int last = min(kColumns, p.columns - tile.column) - 1;
-    for (int i = read_thread(); i < p.outs * p.tile_rows; i += kThreads) {
-        const int c = tile.channel + i / p.tile_rows, row = tile.row + i % p.tile_rows;
-        if (c >= p.out_channels || row >= p.rows) continue;
-        const int64_t line = (int64_t(tile.sample) * p.out_channels + c) * p.rows + row;
-        const T* const from = static_cast<const T*>(images) + line * p.columns + tile.column;
-        asm volatile("prefetch.global.L2 [%0];" : : "l"(from));
-        asm volatile("prefetch.global.L2 [%0];" : : "l"(from + last));
-    }
-}
 // By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0.
 template <typename T>
-__device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& tile,
-    const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
-    Addend sums[2 * kChannels] = {};
+__device__ __forceinline__ void sum_gradients(
+    const Arguments& p, const Tile& tile, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared) {
+    CompensatedSum sums[2 * kChannels] = {};
 #pragma unroll
     for (int i = 0; i < kValues; i += kChunk) {
-        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
+        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStride;
         const int group = min(tile.channel + c, p.out_channels - 1) / p.group_channels;
         const float mean = p.statistics[int64_t(tile.sample) * p.groups + group].mean, scale = shared.parameters[c].y;
         float g[kChunk];
@@ -1130,7 +1127,7 @@ __device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& ti
         }
         __syncwarp();  // otherwise nvcc moves all loads of g to the front, and runs out of registers
     }
-    keep_sums<true>(sums, {}, shared, warp);
+    keep_sums<true>(sums, {}, shared);
 }
 // Calls use(dh), with a pointer to the backward's output, of its type: T or, under autocast, a type of 16 bits.
 template <typename T, typename F> __device__ __forceinline__ void with_dh(const Arguments& p, F use) {
@@ -1142,33 +1139,34 @@ template <typename T, typename F> __device__ __forceinline__ void with_dh(const 
 // rstd: the variables `dv` and `dz` lack the factor rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
-    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
-    Addend sums[2 * kChannels] = {};
+    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared) {
+    CompensatedSum sums[2 * kChannels] = {};
 #pragma unroll
     for (int i = 0; i < kValues; i += kChunk) {
-        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
+        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStride;
         float g[kChunk];  // then dh
         load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
-        const Epilogue n = shared.epilogue[c];
+        const Epilogue epilogue = shared.epilogue[c];
         const float scale = shared.parameters[c].y;
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) {
             const float value = h[o][begin + k], z = value * scale;
-            const float dv = fmaf(n.factor, g[k], -fmaf(activation(z) - n.mean, n.slope, n.offset));
+            const float of_means = fmaf(activation(z) - epilogue.mean, epilogue.slope, epilogue.offset);
+            const float dv = fmaf(epilogue.factor, g[k], -of_means);
             const float dz = pixels.valid >> (begin + k) & 1 ? dv * activation_gradient(z) : 0.0f;
             sums[o].sum += dz;
             sums[kChannels + o].sum = fmaf(dz, value, sums[kChannels + o].sum);
-            g[k] = dz * n.rstd * scale;
+            g[k] = dz * epilogue.rstd * scale;
         }
         with_dh<T>(p, [&](auto* to) { store_pixels(to, pixels, o, begin, g); });
         __syncwarp();  // as in sum_gradients
     }
-    keep_sums<false>(sums, {}, shared, warp);
+    keep_sums<false>(sums, {}, shared);
 }
 
 // By the first warp, after __syncthreads: writes the tile's partial sums of dbias and dscale.
-__device__ __forceinline__ void publish_gradients(
-    const Arguments& p, const Tile& tile, const Shared& shared, int lane) {
+__device__ __forceinline__ void write_channel_sums(const Arguments& p, const Tile& tile, const Shared& shared) {
+    const int lane = read_thread();
     if (lane >= min(p.outs, p.out_channels - tile.channel)) return;
     const double2 all = sums_of_channel(p, tile, shared, lane);
     const double rstd = shared.epilogue[lane].rstd, scale = shared.parameters[lane].y;
@@ -1193,12 +1191,12 @@ __device__ __forceinline__ void load_convolved(
 // there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (Why not 0: 0 times an infinite scale is
 // NaN.)
 template <Direction DIRECTION>
-__device__ __forceinline__ void finish_h(
+__device__ __forceinline__ void add_bias_and_activate(
     const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
     const Fragment fragment(p);
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
-        const float4 parameters = shared.parameters[fragment.channel + o * kChannelStep];
+        const float4 parameters = shared.parameters[fragment.channel + o * kChannelStride];
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             h[o][i] += parameters.x;
@@ -1218,54 +1216,62 @@ __device__ __forceinline__ void finish_h(
 template <typename T, Direction DIRECTION>
 __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradient ? 1 : kBlocks)
     convolve_and_normalize(const __grid_constant__ Arguments p) {
-    // Dynamic shared memory: x | weights of all stages or, if weight_sets is 0, of one | raw, if kRaw; else raw is x.
+    // Dynamic shared memory: x | weights of all stages or, unless keeps_weights, of one | raw, if kRaw; else raw is x.
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
     float* const weights = x + p.x_floats;
     constexpr bool kRaw = sizeof(T) == 2 || kTensor;  // x is copied to memory of its own
-    T* const raw = reinterpret_cast<T*>(kRaw ? weights + max(p.weight_sets, 1) * p.weight_floats : x);
-    const auto warp = [] { return int(read_thread() / 32); };
+    T* const raw = reinterpret_cast<T*>(kRaw ? weights + (p.keeps_weights ? p.stages : 1) * p.weight_floats : x);
     if (read_thread() == 0) shared.tiles[0].set(p, blockIdx.x);
-    if (kTensor && read_thread() <= kMostTaps) {
+    if (kTensor && read_thread() <= kMaxTaps) {
         const int tap = read_thread() < p.kernel * p.kernel ? read_thread() : 0;
         shared.offsets[read_thread()] = (tap / p.kernel * kPitch + tap % p.kernel) * 16;
     }
-    if (read_thread() < kMostOuts) {  // also for channels that do not exist: their values are computed, but not used
+    if (read_thread() < kMaxOuts) {  // also for channels that do not exist: their values are computed, but not used
         shared.epilogue[read_thread()] = {0, 1, 0};  // makes the output h, for the gradient of x; `gather` replaces it
         shared.parameters[read_thread()] = {};
     }
     __syncthreads();
     copy_x<T>(p, shared.tiles[0], 0, raw);
-    for (int set = 0; set < p.weight_sets; ++set) {
-        __syncthreads();
-        float* const of_stage = weights + set * p.weight_floats;
-        shared.weight_units[set] = load_weights<T, DIRECTION>(p, 0, set * p.stage, of_stage, shared);
+    if (p.keeps_weights) {
+        if (DIRECTION != kInputGradient) load_parameters<T>(p, 0, shared);
+        for (int stage = 0; stage < p.stages; ++stage) {
+            __syncthreads();
+            float* const stage_weights = weights + stage * p.weight_floats;
+            const float unit = load_weights<T, DIRECTION>(p, 0, stage * p.stage_channels, stage_weights, shared);
+            shared.weight_units[stage] = unit;
+        }
     }
     __syncthreads();
 #pragma unroll 1
     for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer ^= 1) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
-        if (DIRECTION == kBackward) prefetch<T>(p, tile, p.grad);
         float h[kChannels][kPixels] = {};
         float largest_unit = 0;  // of the tile's stages
-        for (int first_in = 0; first_in < p.in_channels; first_in += p.stage) {
-            float* const of_stage = p.weight_sets > 0 ? weights + first_in / p.stage * p.weight_floats : weights;
-            if (first_in > 0 || p.weight_sets == 0) __syncthreads();
-            if (first_in > 0 && !kRaw) copy_x<T>(p, tile, first_in, raw);
-            float unit = p.weight_sets > 0 ? shared.weight_units[first_in / p.stage]
-                                           : load_weights<T, DIRECTION>(p, tile.channel, first_in, of_stage, shared);
-            if (kTensor && p.weight_sets == 0) __syncthreads();  // load_weights and receive_x use shared.largest
+        for (int first_in = 0; first_in < p.in_channels; first_in += p.stage_channels) {
+            const int stage = first_in / p.stage_channels, next_in = first_in + p.stage_channels;
+            float* const stage_weights = weights + (p.keeps_weights ? stage : 0) * p.weight_floats;
+            if (stage > 0 || !p.keeps_weights) __syncthreads();
+            if (stage > 0 && !kRaw) copy_x<T>(p, tile, first_in, raw);
+            float unit;
+            if (p.keeps_weights) {
+                unit = shared.weight_units[stage];
+            } else {
+                if (stage == 0 && DIRECTION != kInputGradient) load_parameters<T>(p, tile.channel, shared);
+                unit = load_weights<T, DIRECTION>(p, tile.channel, first_in, stage_weights, shared);
+                if (kTensor && kPieces<T> == 2) __syncthreads();  // load_weights and receive_x use shared.largest
+            }
             unit *= receive_x<T>(p, first_in, raw, x, shared);
             largest_unit = fmaxf(largest_unit, unit);
-            if (first_in + p.stage < p.in_channels && kRaw) copy_x<T>(p, tile, first_in + p.stage, raw);
+            if (next_in < p.in_channels && kRaw) copy_x<T>(p, tile, next_in, raw);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, x, of_stage, shared, channels_of_stage(p, first_in), unit, h);
+            convolve_stage<T, DIRECTION>(p, x, stage_weights, shared, channels_of_stage(p, first_in), unit, h);
         }
-        if (p.in_channels == 0) __syncthreads();  // until here, warps may read the previous tile and its parameters
+        if (p.stages == 0) __syncthreads();  // until here, warps may read the previous tile and its parameters
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
-        if (DIRECTION != kInputGradient && p.in_channels == 0) {
+        if (DIRECTION != kInputGradient && p.stages == 0) {
             load_convolved<T>(p, tile, shared, h);
         } else if constexpr (kTensor || DIRECTION == kInputGradient) {
             recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unit, h);
@@ -1276,27 +1282,25 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
             write_values<T>(p, tile, h, shared, x);
             continue;
         }
-        finish_h<DIRECTION>(p, tile, shared, h);
-        if (p.mode != kFinish) {
+        add_bias_and_activate<DIRECTION>(p, tile, shared, h);
+        if (p.mode != kOutputOnly) {
             const Pixels pixels(p, tile);
-            if (DIRECTION == kBackward) sum_gradients<T>(p, tile, h, pixels, shared, warp());
-            else sum_values(h, pixels, shared, warp());
+            if (DIRECTION == kBackward) sum_gradients<T>(p, tile, h, pixels, shared);
+            else sum_values(h, pixels, shared);
         }
         __syncthreads();
-        if (p.mode != kFinish && warp() == 0) publish<DIRECTION == kBackward>(p, tile, shared, read_thread());
-        if (next.number < p.all_tiles) {  // this arrives while the other blocks publish
-            if (p.in_channels > 0) copy_x<T>(p, next, 0, raw);
-            else if (DIRECTION == kForward) prefetch<T>(p, next, p.x);
-        }
-        if (p.mode == kSums) continue;
-        if (p.mode == kWait && read_thread() == 0) await_sample(p, tile.sample);
+        if (p.mode != kOutputOnly && read_thread() < 32) publish<DIRECTION>(p, tile, shared);
+        // x arrives while the other blocks publish.
+        if (next.number < p.all_tiles && p.stages > 0) copy_x<T>(p, next, 0, raw);
+        if (p.mode == kSumsOnly) continue;
+        if (p.mode == kFused && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
-        gather<DIRECTION == kBackward>(p, tile, shared);
+        gather<DIRECTION>(p, tile, shared);
         __syncthreads();
         if (DIRECTION == kBackward) {
-            write_gradients<T>(p, h, Pixels(p, tile), shared, warp());
+            write_gradients<T>(p, h, Pixels(p, tile), shared);
             __syncthreads();
-            if (warp() == 0) publish_gradients(p, tile, shared, read_thread());
+            if (read_thread() < 32) write_channel_sums(p, tile, shared);
         } else {
             write_values<T>(p, tile, h, shared, x);
         }
@@ -1304,24 +1308,23 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The launches. `sizes` has ten numbers: samples, in_channels, height, width, out_channels, groups, rows of the
-// convolution's kernel, type of x, type of dh (0 float, 1 half, 2 bfloat16), rows of zeros on each side of x.
+// The launches. `sizes` has nine numbers: samples, in_channels, height, width, out_channels, groups, rows of the
+// convolution's kernel, type of x, type of dh (0 float, 1 half, 2 bfloat16).
 
-static Arguments plan(const int64_t* sizes) {
+static Arguments plan(const int64_t* sizes, int direction) {
     Arguments p = {};
-    int* const given[] = {&p.samples, &p.in_channels, &p.height, &p.width, &p.out_channels, &p.groups};
-    for (int i = 0; i < 6; ++i) *given[i] = int(sizes[i]);
+    int* const given[] = {&p.samples, &p.in_channels, &p.height, &p.width, &p.out_channels, &p.groups, &p.kernel};
+    for (int i = 0; i < 7; ++i) *given[i] = int(sizes[i]);
     p.dh_type = int(sizes[8]);
     p.group_channels = p.out_channels / p.groups;
-    p.kernel = int(sizes[6]);
-    p.pad = int(sizes[9]);
+    p.pad = direction == kInputGradient ? p.kernel - 1 : 0;
     p.rows = p.height + 2 * p.pad - p.kernel + 1;
     p.columns = p.width + 2 * p.pad - p.kernel + 1;
     p.per_value = 1.0 / (double(p.group_channels) * p.rows * p.columns);
     p.outs_log2 = p.out_channels <= 16 ? 4 : 5;
     p.outs = 1 << p.outs_log2;
     p.channel_tiles = (p.out_channels + p.outs - 1) / p.outs;
-    p.parts = p.outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * p.outs - 2) / p.outs;
+    p.max_parts = p.outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * p.outs - 2) / p.outs;
     p.tile_rows = kThreads * kValues / p.outs / kColumns;
     p.lines = p.tile_rows + p.kernel - 1;
     p.column_tiles = (p.columns + kColumns - 1) / kColumns;
@@ -1330,71 +1333,69 @@ static Arguments plan(const int64_t* sizes) {
     p.all_tiles = p.samples * p.tiles;
     return p;
 }
-static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStep * sizeof(unsigned); }
+static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStride * sizeof(unsigned); }
 
 // Computes the bytes of the workspace (`done`, `partials`) and the rows of channel_sums.
 extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
-    const Arguments p = plan(sizes);
+    const Arguments p = plan(sizes, kForward);
     *rows = int64_t(p.samples) * p.pixel_tiles;
-    *bytes = counter_bytes(p) + *rows * p.groups * p.parts * int64_t(sizeof(double2));
+    *bytes = counter_bytes(p) + *rows * p.groups * p.max_parts * int64_t(sizeof(double2));
 }
+
+#define RETURN_ERROR_OF(call) \
+    if (const cudaError_t error = (call)) return error
 
 template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p, cudaStream_t stream) {
     auto* const kernel = convolve_and_normalize<T, DIRECTION>;
-    int device, sms, of_sm, resident;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    }
-    if (error != cudaSuccess) return error;
+    int device, sms, sm_bytes, resident;
+    RETURN_ERROR_OF(cudaGetDevice(&device));
+    RETURN_ERROR_OF(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    RETURN_ERROR_OF(cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
     cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error != cudaSuccess) return error;
+    RETURN_ERROR_OF(cudaFuncGetAttributes(&attributes, kernel));
     const bool tensor = uses_tensor_cores(attributes.ptxVersion);
-    const auto bytes_of = [&](int stage) {  // sets p.stage, x_floats and weight_floats; returns bytes of dynamic memory
-        p.stage = stage;
+    // Sets stage_channels, x_floats and weight_floats. Returns the bytes of dynamic memory with one stage's weights.
+    const auto bytes_of = [&](int stage_channels) {
+        p.stage_channels = stage_channels;
         const int channel_pixels = p.lines * kPitch, taps = p.kernel * p.kernel;
-        p.x_floats = tensor ? std::max(channel_pixels * 4 * kPieces<T>, kOutFloats) : channel_pixels * stage;
-        p.weight_floats = p.outs * (tensor ? (taps + 1) / 2 * 8 * kPieces<T> : taps * stage);
-        const int raw = tensor || sizeof(T) == 2 ? stage * channel_pixels : 0;
+        p.x_floats = tensor ? std::max(channel_pixels * 4 * kPieces<T>, kOutFloats) : channel_pixels * stage_channels;
+        p.weight_floats = p.outs * (tensor ? (taps + 1) / 2 * 8 * kPieces<T> : taps * stage_channels);
+        const int raw = tensor || sizeof(T) == 2 ? stage_channels * channel_pixels : 0;
         return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
     };
     int bytes = bytes_of(tensor ? kStage : std::clamp(p.in_channels, 1, kStage));
-    // Each block also has `Shared`, and 1 KiB that CUDA reserves.
-    while (!tensor && p.stage > 1 && kBlocks * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
-        bytes = bytes_of(p.stage / 2);
-    }
-    const int stages = (p.in_channels + p.stage - 1) / p.stage, more = 4 * p.weight_floats * (stages - 1);
-    const bool fit = stages == 1 || kBlocks * (bytes + more + int(sizeof(Shared)) + 1024) <= of_sm;
-    p.weight_sets = p.channel_tiles == 1 && stages <= kMostSets && fit ? stages : 0;
-    if (p.weight_sets > 0) bytes += more;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess) {
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
-    }
-    if (error != cudaSuccess) return error;
+    const auto fits = [&](int bytes) {  // kBlocks blocks on a multiprocessor. CUDA reserves 1 KiB of each block's
+        return kBlocks * (bytes + int(sizeof(Shared)) + 1024) <= sm_bytes;
+    };
+    while (!tensor && p.stage_channels > 1 && !fits(bytes)) bytes = bytes_of(p.stage_channels / 2);
+    p.stages = (p.in_channels + p.stage_channels - 1) / p.stage_channels;
+    const int more = 4 * p.weight_floats * (p.stages - 1);
+    const bool few = 1 <= p.stages && p.stages <= kMaxStages;
+    p.keeps_weights = p.channel_tiles == 1 && few && (p.stages == 1 || fits(bytes + more));
+    if (p.keeps_weights) bytes += more;
+    RETURN_ERROR_OF(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    RETURN_ERROR_OF(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes));
     int grid = std::min(std::min(resident, kBlocks) * sms, p.all_tiles);
     if (DIRECTION == kInputGradient) {
-        p.mode = kFinish;
+        p.mode = kOutputOnly;
         kernel<<<grid, kThreads, bytes, stream>>>(p);
         return cudaGetLastError();
     }
     if (grid >= p.tiles) {
-        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. In any other grid some samples have
-        // tiles that blocks compute first and tiles that blocks compute second: the former wait long, and the kernel
-        // takes 1.03 times as long.
+        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. In any other grid a sample may have
+        // tiles that blocks compute first and tiles that blocks compute second. Then the blocks of the former wait
+        // until the latter are computed, and the kernel takes 1.03 times as long.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
-        p.mode = kWait;
-        error = cudaMemsetAsync(p.done, 0, counter_bytes(p), stream);
-        if (error != cudaSuccess) return error;
+        p.mode = kFused;
+        RETURN_ERROR_OF(cudaMemsetAsync(p.done, 0, counter_bytes(p), stream));
         void* arguments[] = {&p};
-        error = cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(kThreads), arguments, bytes, stream);
-        if (error == cudaSuccess) return error;
+        const cudaError_t refused =
+            cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(kThreads), arguments, bytes, stream);
+        if (refused == cudaSuccess) return refused;
         cudaGetLastError();  // clears the error of the refused launch; two launches follow instead
     }
-    for (const Mode mode : {kSums, kFinish}) {
+    for (const Mode mode : {kSumsOnly, kOutputOnly}) {
         p.mode = mode;
         kernel<<<grid, kThreads, bytes, stream>>>(p);
     }
@@ -1406,14 +1407,9 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 // sizes in place of x's, and x's channels as out_channels. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
-    Arguments p = plan(sizes);
-    p.x = pointers[0];
-    p.weight = pointers[1];
-    p.conv_bias = pointers[2];
-    p.bias = pointers[3];
-    p.scale = pointers[4];
-    p.gamma = pointers[5];
-    p.beta = pointers[6];
+    Arguments p = plan(sizes, direction);
+    const void** const given[] = {&p.x, &p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
+    for (int i = 0; i < 7; ++i) *given[i] = pointers[i];
     p.statistics = static_cast<Statistics*>(pointers[7]);
     p.done = static_cast<unsigned*>(pointers[8]);
     p.partials = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
@@ -1439,7 +1435,6 @@ CPP_SOURCE = r"""
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/group_norm.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -1461,7 +1456,7 @@ using Tensors = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 // `parameters`, always of x's dtype, are the convolution's weight and bias, bias, scale, and norm's weight and bias. A
 // weight of (out_channels, 0, 1, 1) says that x is the convolution's output without its bias.
-enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
+enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta };
 
 // The output, and the Statistics of each group of each sample: mean, mean_lo, rstd.
 Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
@@ -1497,7 +1492,7 @@ constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
 constexpr int64_t kBandPixels = 1024;      // per channel (one row, if that has more): 4 KiB of h
 constexpr int64_t kTermsOfASum = 72;       // 8 channels of 3x3; longer sums are split, because rounding errors grow
-constexpr int64_t kMostTerms = 160;        // terms of a value of h; with more, PyTorch's convolution is as fast
+constexpr int64_t kMaxTerms = 160;        // terms of a value of h; with more, PyTorch's convolution is as fast
 constexpr int64_t kGrain = 32768;          // values per thread; with fewer, another thread does not pay
 constexpr int64_t kLineValues = 16;        // floats in a cache line of 64 bytes
 constexpr size_t kMappedBytes = 32 << 20;  // glibc's largest threshold: malloc maps a larger block anew each time
@@ -1586,7 +1581,7 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 bool direct_pays(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
-    const bool is_small = weight.size(1) <= 32 && weight[0].numel() <= kMostTerms;
+    const bool is_small = weight.size(1) <= 32 && weight[0].numel() <= kMaxTerms;
     return is_small && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
 }
 
@@ -1648,13 +1643,13 @@ struct Layout {
 
 // The computation, and what its threads share.
 struct DirectConvolution : Layout {
-    std::vector<Sums> of_bands = std::vector<Sums>(samples * outs * bands);
+    std::vector<Sums> band_sums = std::vector<Sums>(samples * outs * bands);
 
     // `scratch` has room for kTilePixels values, as the last tile may begin before the band, then for four long rows.
     void make_band(int64_t sample, int64_t channel_tile, int64_t band, float* scratch) {
         const int64_t row = band * band_rows;
-        const int64_t high = std::min(band_rows, rows - row);
-        const int64_t length = (high - 1) * width + columns;
+        const int64_t band_height = std::min(band_rows, rows - row);
+        const int64_t length = (band_height - 1) * width + columns;
         const int64_t stride = band_rows * width + kTilePixels;
         const int64_t first_channel = channel_tile * kTileChannels;
         const int64_t channels = std::min<int64_t>(kTileChannels, outs - first_channel);
@@ -1681,8 +1676,8 @@ struct DirectConvolution : Layout {
             activate(v, length, conv_bias[channel] + bias[channel], scale[channel]);
             for (int64_t end = columns; end < length; end += width) std::fill_n(v + end, width - columns, 0.0f);
             // Adds up the band as one row. The pixels that mix two rows are zeros by now, and add nothing.
-            of_bands[(sample * outs + channel) * bands + band] = add_up(v, length);
-            for (int64_t r = 0; r < high; ++r) std::copy_n(v + r * width, columns, to + r * columns);
+            band_sums[(sample * outs + channel) * bands + band] = add_up(v, length);
+            for (int64_t r = 0; r < band_height; ++r) std::copy_n(v + r * width, columns, to + r * columns);
         }
     }
 
@@ -1695,12 +1690,12 @@ struct DirectConvolution : Layout {
         }
     }
     void normalize_channels(int64_t begin, int64_t end) {
-        const int64_t of_group = group_channels * bands;  // entries of of_bands; added up anew for each channel
+        const int64_t of_group = group_channels * bands;  // entries of band_sums; added up anew for each channel
         const double n = double(group_channels) * rows * columns;
         for (int64_t i = begin; i < end; ++i) {
             Sums sums;
             for (int64_t k = 0; k < of_group; ++k) {
-                const Sums& one = of_bands[i / group_channels * of_group + k];
+                const Sums& one = band_sums[i / group_channels * of_group + k];
                 sums.values += one.values;
                 sums.squares += one.squares;
             }
@@ -1804,11 +1799,11 @@ int64_t number_of(at::ScalarType type) { return type == at::kFloat ? 0 : type ==
 void check(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 
 // Launches the forward or, with a gradient, the backward; `out` is the output or dh. The backward returns channel_sums.
-Tensor launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
+Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
     const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
     const int64_t sizes[] = {x.size(0), weight.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
-        weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type()), 0};
+        weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type())};
     int64_t bytes, rows;
     conv_sizes(sizes, &bytes, &rows);
     std::vector<Tensor> held = {aligned(x)};
@@ -1828,14 +1823,14 @@ Tensor launch(const Tensor& x, at::TensorList parameters, const Tensor& statisti
 Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [out, statistics] = forward_meta(x, parameters, groups, eps);
-    if (out.numel() > 0) launch(x, parameters, statistics, out, eps, {});
+    if (out.numel() > 0) call_kernel(x, parameters, statistics, out, eps, {});
     return {out, statistics};
 }
 // dx is the convolution of dh with the rotated weights.
-void convolve_gradient(const Tensor& dh, const Tensor& weight, const Tensor& dx) {
+void input_gradient(const Tensor& dh, const Tensor& weight, const Tensor& dx) {
     const int64_t type = number_of(dh.scalar_type());
-    const int64_t sizes[] = {dh.size(0), dh.size(1), dh.size(2), dh.size(3), weight.size(1), 1, weight.size(2), type,
-        type, weight.size(2) - 1};
+    const int64_t sizes[] = {
+        dh.size(0), dh.size(1), dh.size(2), dh.size(3), weight.size(1), 1, weight.size(2), type, type};
     void* const pointers[10] = {dh.data_ptr(), weight.data_ptr(), 0, 0, 0, 0, 0, 0, 0, dx.data_ptr()};
     check(conv_launch(pointers, sizes, 0, kInputGradient, c10::cuda::getCurrentCUDAStream()));
 }
@@ -1847,13 +1842,13 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
         backward_meta(grad, x, parameters, statistics, dtype, needs_x && nothing, needs_weight);
     if (nothing) return {dx.zero_(), sums.zero_(), grad_weight.zero_()};
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
-    sums.copy_(launch(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));
+    sums.copy_(call_kernel(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));
     if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, sums, grad_weight};  // dh is x's gradient
     const Tensor weight = parameters[kWeight].to(dtype).contiguous();
     const bool aten_x = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // where cuDNN is as fast as we are
     if (needs_x && !aten_x) {
         dx = at::empty(x.sizes(), dh.options());
-        convolve_gradient(dh, weight, dx);
+        input_gradient(dh, weight, dx);
     }
     if (aten_x || needs_weight) {
         const auto found = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1}, false,
@@ -2007,15 +2002,15 @@ def _check_activation() -> None:
 _check_activation()
 
 
-def _after_conv(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+def _after_conv(h, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
     """The Model's lines after the convolution, as a function of its tensors."""
     h = _activate(h, bias, scale)
     # For one sample whose groups have one value nn.functional's raises an error, as the Model does. It takes 4 us more.
     group_norm = nn.functional.group_norm if h.numel() == groups else torch.group_norm
-    return group_norm(h, groups, weight, group_bias, eps)
+    return group_norm(h, groups, gamma, beta, eps)
 
 
-def _plain(x, conv_weight, conv_bias, *others) -> torch.Tensor:
+def _functional(x, conv_weight, conv_bias, *others) -> torch.Tensor:
     """The Model's lines; `others` as _after_conv has them."""
     return _after_conv(torch.conv2d(x, conv_weight, conv_bias), *others)
 
@@ -2049,13 +2044,13 @@ def fits(tensors: tuple, groups: int) -> bool:
     if not _is_image(x) or not _is_image(weight):
         return False
     samples, ins, height, width = x.shape
-    channels, weight_ins, high, wide = weight.shape
+    channels, weight_ins, kernel_height, kernel_width = weight.shape
     of_channels = (channels, 1, 1)
     if not 0 < ins == weight_ins or channels % groups != 0 or not bias.shape == scale.shape == of_channels:
         return False
     if not conv_bias.shape == gamma.shape == beta.shape == of_channels[:1]:
         return False
-    rows, columns = height - high + 1, width - wide + 1
+    rows, columns = height - kernel_height + 1, width - kernel_width + 1
     if rows < 1 or columns < 1 or samples * (channels // groups) * rows * columns == 1:  # PyTorch raises an error
         return False
     if x.is_cpu:
@@ -2067,8 +2062,8 @@ def fits(tensors: tuple, groups: int) -> bool:
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether our operators convolve, too. On a GPU they do 3x3 and 1x1; of many input channels cuDNN is faster."""
-    _, ins, high, wide = weight.shape
-    return x.is_cpu or (high, wide) in ((1, 1), (3, 3)) and ins <= (32 if x.dtype == torch.float32 else 16)
+    ins, kernel = weight.shape[1], tuple(weight.shape[2:])
+    return x.is_cpu or kernel in ((1, 1), (3, 3)) and ins <= (32 if x.dtype == torch.float32 else 16)
 
 
 def recorded(tensors: tuple) -> bool:
@@ -2126,7 +2121,7 @@ def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
     if device != "cpu":
         return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
     with torch.autocast("cpu", enabled=False):  # 16 bits: ATen in float32
-        return _plain(*(t.float() for t in tensors), groups, eps).to(dtype)
+        return _functional(*(t.float() for t in tensors), groups, eps).to(dtype)
 
 
 def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
@@ -2173,7 +2168,7 @@ class ModelNew(nn.Module):
                 of_norm = _read(norm, "weight"), _read(norm, "bias")
                 tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)
                 if _is_light(tensors):  # what the layers compute, without the time of calling modules
-                    return _plain(*tensors, norm.num_groups, norm.eps)
+                    return _functional(*tensors, norm.num_groups, norm.eps)
                 if fits(tensors, norm.num_groups):
                     return _fast(tensors, norm.num_groups, norm.eps)
         return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
