@@ -22,6 +22,7 @@ from judge.source import reseed
 
 RANDOM = "changes a random state"
 OF_A_LEAF = " of a leaf"
+AFTERWARDS = " afterwards"  # of a tensor of the module's state
 REUSED = "gives the memory of an earlier answer again"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
 # Of calls, and of one graph's backward passes, that may race: where so many seconds are over, at least so many calls.
@@ -52,6 +53,7 @@ class How(Flag):
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
     SEEDED = auto()  # the Model draws random numbers: each timed call begins from a seed that is told
+    RESTORED = auto()  # the Model writes its buffers: each timed call begins with those that were given
     REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
     OTHER_PART = auto()  # the second, fourth, ... parameter is frozen, and only the first output has a gradient
@@ -62,6 +64,7 @@ class How(Flag):
     SPARING = auto()  # only those weights are written whose values change
     TWIN = auto()  # another instance, with other weights, is called first
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
+    ASSIGNED = auto()  # the weights are other parameters, as load_state_dict(..., assign=True) makes them
     CHANNELS_LAST = auto()  # weights of four dimensions lie in channels-last layout
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call
@@ -94,6 +97,7 @@ class Request:
     any_infinite: bool = False  # where the order of operations decides between NaN and an infinity, both are right
     may_differ: bool = False  # other values make the candidate no drop-in, not wrong
     may_refuse: bool = False  # and so does an error
+    random: bool = False  # asked where the Model draws random numbers
 
     @contextlib.contextmanager
     def memory(self, device: str, like: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -175,7 +179,7 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
         did.append(RANDOM)
     if any(given & memory_of(result) for _, result, _ in calls):
         did.append("gives an input's memory as an output's")
-    memory = [memory_of(answer.leaves) for answer in answers]
+    memory = [memory_of([x for name, x in each.leaves.items() if not name.endswith(AFTERWARDS)]) for each in answers]
     if reused or any(a & b - given for a, b in itertools.combinations(memory, 2)):
         did.append(REUSED)
     for p in frozen:
@@ -221,7 +225,10 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
                 for x in roots:
                     x.fill_(0.5)
         of = list(wanted.values())
-        backward = partial(torch.autograd.grad, roots, of, incoming, allow_unused=True)
+        # A fused kernel of several outputs gives zeros where nothing depends on an output: there None is zeros.
+        zeros = bool(request.how & (How.IN_PART | How.OTHER_PART | How.TWICE))
+        ask = {"allow_unused": True, "materialize_grads": zeros}
+        backward = partial(torch.autograd.grad, roots, of, incoming, **ask)
         if How.REPEATED in request.how:
             gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
         else:
@@ -234,13 +241,13 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
                 recorded,
                 of,
                 [normal_like(x, replace(request, seed=request.seed + 1)) for x in recorded],
-                allow_unused=True,
+                **ask,
             )
             found |= {f"gradient of all gradients by {name}": second for name, second in zip(wanted, seconds)}
             gradients = (*gradients, *seconds)
         forms = forms + [form_of(gradient) for gradient in gradients]
-    if How.TRAIN in request.how:  # as running statistics
-        state = {f"{name} afterwards": x for name, x in state_by_name(module, own).items()}
+    if request.how & (How.TRAIN | How.IGNORED):  # as running statistics
+        state = {name + AFTERWARDS: x for name, x in state_by_name(module, own).items()}
         found |= state
         forms = forms + [form_of(x) for x in state.values()]
     found = {name: compared(leaf) for name, leaf in found.items()}

@@ -86,6 +86,8 @@ class Ring:
             (expected,) = case.answers(copy.deepcopy(case.model), [old], self.request)
         if RANDOM in expected.did:
             self.request = replace(self.request, how=How.SEEDED)
+        if any(did.startswith("writes") for did in expected.did):
+            self.request = replace(self.request, how=self.request.how | How.RESTORED)
         self.answers = case.room(expected)
         outputs = zip(expected.leaves.values(), expected.forms) if direction == "forward_backward" else []
         roots = [x for x, (_, _, recorded) in outputs if recorded.startswith("True")]

@@ -18,7 +18,7 @@ from math import inf, nan
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_any, tree_map, tree_map_only
 
 from judge import gates, switches
 from judge.answers import (
@@ -37,7 +37,7 @@ from judge.answers import (
 )
 from judge.requests import LAYOUTS, MANY, REQUESTS, Inputs, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
-from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of
+from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of, takes_of
 
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
@@ -52,6 +52,7 @@ STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so ma
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
 MANY_BYTES = 1 << 27  # of inputs and answer, at most, where the batch is many times as large
 NAMED = 4  # parameters at most, in a reason
+HALVES = {float: lambda x: 0.5 * x, int: lambda x: x // 2 or x}  # of numbers that are no tensors
 
 
 @contextlib.contextmanager
@@ -97,6 +98,8 @@ class Case:
     errors: dict[str, gates.Errors] = field(default_factory=dict)
     drawn: dict[str, list] = field(default_factory=dict)  # at random, by name: the candidate's, two of the Model's
     sloped: set[bool] = field(default_factory=set)  # in which modes, training or not, slopes were looked at
+    random: set[bool] = field(default_factory=set)  # in which modes the Model draws random numbers
+    counts: bool = False  # the Model counts its calls in Python's numbers
 
     @property
     def unmatched(self) -> bool:
@@ -210,6 +213,12 @@ def scale_of(case: Case, request: Request, name: str, x: torch.Tensor) -> float:
     return min(scale, SMALL * float(usual.most[2]) / tolerance)
 
 
+def numbers_of(module: torch.nn.Module) -> list[dict]:
+    """What its modules keep as numbers of Python's."""
+    kept = (vars(each).items() for each in module.modules())
+    return [{name: x for name, x in each if type(x) in (int, float) and name != "training"} for each in kept]
+
+
 def blank(x: torch.Tensor) -> torch.Tensor:
     return x.fill_(nan if x.is_floating_point() or x.is_complex() else 1)
 
@@ -230,6 +239,9 @@ def start(case: Case, new_path: Path) -> float:
         pickle.dumps(case.model)
         copy.deepcopy(case.model)
         case.lacks(*reply["lacks"])
+    takes = takes_of(case.model)
+    if "*" not in takes + reply["takes"] and len(reply["takes"]) < len(takes):
+        case.lacks(f"its forward takes {some(reply['takes'])}, the Model's {some(takes)}")
     if reply["class"] != "ModelNew":
         case.notes.append("it has no ModelNew; its class Model was taken")
     case.own = matched(case, theirs, mine)
@@ -288,11 +300,13 @@ def comparable(case: Case) -> None:
         raise Rejected(f"the Model is given tensors of {other[0]}, which the judge cannot hand out")
     nbytes = bytes_of(inputs)
     with of_the_model(case.precision):
-        (first,) = answers_of(case.model, [inputs], Request(""))
+        called = copy.deepcopy(case.model)
+        (first,) = answers_of(called, [inputs], Request(""))
         del inputs  # gigabytes, maybe
+        called.load_state_dict(case.initial)  # what a call writes there, each request gives anew
         with coarsest:
-            (again,) = answers_of(case.model, [case.inputs(0)], Request(""))
-        (other,) = answers_of(case.model, [case.inputs(1)], Request(""))
+            (again,) = answers_of(called, [case.inputs(0)], Request(""))
+        (other,) = answers_of(called, [case.inputs(1)], Request(""))
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     shapes = [{name: x.shape for name, x in answer.tensors().items()} for answer in (first, again, other)]
     if shapes != shapes[:1] * 3:
@@ -314,7 +328,8 @@ def comparable(case: Case) -> None:
     least = case.batch and min(case.batch, 4)
     draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
     case.inputs_are = [Inputs(each) for each in zip(*draws)]
-    case.model.load_state_dict(case.initial)
+    if case.batch is None:
+        case.notes.append("the Model's file has no batch_size: other batches were not asked")
 
 
 def check(case: Case, direction: str, after: bool = False, gradients: bool = False) -> None:
@@ -405,7 +420,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         and any("refuses batch" in why for why in case.no_dropin)
     ):
         return
-    if case.graphs and request.how & (How.MOVED | How.THREADS | How.CHANNELS_LAST):
+    if case.graphs and request.how & (How.MOVED | How.ASSIGNED | How.THREADS | How.CHANNELS_LAST):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     errors = dict(case.errors)
@@ -432,12 +447,15 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     finally:
         if How.TRAIN in request.how:
             case.errors = errors
+        if case.counts and case.workers["new"].alive():  # the next request begins where the Model does
+            case.workers["new"].ask("made", seed=case.made_from)
     settle(case.device)
 
 
 def as_in_eval(case: Case, request: Request) -> bool:
     try:
-        put(case, replace(request, both_gates=False, how=request.how & ~How.TRAIN | How.IGNORED), False)
+        ignored = request.how & ~How.TRAIN | How.IGNORED
+        put(case, replace(request, both_gates=False, random=False, how=ignored), False)
     except Rejected:
         return False
     return True
@@ -456,9 +474,9 @@ def put(case: Case, request: Request, must: bool) -> None:
         if request.change and (i or not request.alike):
             reseed(request.seed + i)
             changed.extend(known.changed(x, request.change) for x, known in zip(tensors_of(drawn), case.inputs_are))
-            if request.change is Inputs.other_integers and tree_any(lambda x: type(x) is float, drawn):
+            if request.change is Inputs.other_integers and tree_any(lambda x: type(x) in HALVES, drawn):
                 changed.append(True)
-                drawn = tree_map_only(float, lambda x: 0.5 * x, drawn)
+                drawn = tree_map(lambda x: HALVES[type(x)](x) if type(x) in HALVES else x, drawn)
         laid = tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
         laid_anew.extend(mine is not old for mine, old in zip(tensors_of(laid), tensors_of(drawn)))
         return laid
@@ -476,13 +494,25 @@ def put(case: Case, request: Request, must: bool) -> None:
             case.call("eager", request, [case.state(model)] * 2, given, [[]])
         except (Rejected, KeyError):  # with --profile there is no eager
             return
-    try:  # a copy: a call may change what the module holds, as running means
+    training = How.TRAIN in request.how
+    if request.random and training not in case.random:
+        return
+    called = copy.deepcopy(model).train(training)  # a call may change what the module holds, as running means
+    numbers = numbers_of(called)
+    try:
         with request.memory(case.device), of_the_model(case.precision):
-            expected = case.answers(copy.deepcopy(model).train(How.TRAIN in request.how), sets, request)
+            expected = case.answers(called, sets, request)
     except Rejected as error:
         if must or error.kind == "memory":
             raise
         return
+    if RANDOM in expected[0].did:
+        case.random.add(training)
+    if request.how & RACES and any(
+        did.startswith("writes") for did in expected[0].did
+    ):  # an answer depends on the last
+        return
+    case.counts |= numbers_of(called) != numbers
     if request.finite and not all(gates.as_numbers(x).isfinite().all() for x in expected[0].tensors().values()):
         return
     del sets  # a gigabyte or ten
@@ -513,6 +543,12 @@ def put(case: Case, request: Request, must: bool) -> None:
 
     for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
+    if request.random:
+        for name, x in expected[0].tensors().items():
+            if name.startswith("output") and not x.is_complex():
+                k = [*expected[0].tensors()].index(name)
+                mine, theirs = [each[k] for each in places], [each.leaves[name] for each in expected]
+                reject(request, gates.unlike_repeated(name, mine, theirs))
     if request.direction == "forward_backward" and (case.unmatched or RANDOM in expected[0].did):
         look_at_slopes(case, request, given)
     if len(request.order) > 2 and not expected[0].did and not all(same_bits(a, b) for a, b in zip(*places[:2])):
@@ -581,7 +617,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         right = right or exact()  # of integers, too
         if right and (gates.as_numbers(new).isnan() == gates.as_numbers(eager).isnan()).all():
             close = gates.are_close(new, right[name], tolerance, scale_of(case, request, name, right[name]))
-            if close or (not request.both_gates and not [*found.over_limit(case.eps)]):
+            if close or (not request.both_gates and not [*found.over_limit(case.eps, gates.ODD_RATIO)]):
                 continue  # the Model is far off itself
             uncertain += not request.both_gates
         allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""

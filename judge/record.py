@@ -29,7 +29,8 @@ class Result:
 
     direction: str
     model: str
-    source_sha256: str
+    source_sha256: str  # of the file's code
+    kernels_sha256: str  # of its CUDA and C++ strings alone
     device: str
     dtype: str
     precision: str

@@ -95,6 +95,8 @@ class Inputs:
         self.high = max((float(x.max()) for x in draws), default=0.0)
         every = lambda holds: bool(draws) and all(holds(x) for x in draws)  # noqa: E731
         self.equal = not truths and every(lambda x: x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()))
+        # Integers 1 in rows, as a mask of all tokens has them: of zeros and ones a candidate may see any.
+        self.ones = self.equal and not self.floating and self.low == self.high == 1 and first.dim() > 1
         self.whole = self.floating and not self.equal and every(lambda x: bool((x == x.round()).all()))
         few = lambda x: x.numel() > FEW and len(x.unique()) <= FEW  # noqa: E731
         few_of_some = every(lambda x: few(x.reshape(-1)[: 1 << 12]))  # of all it takes a second to see
@@ -130,7 +132,7 @@ class Inputs:
                 x.round_().clamp_(self.low, self.high)
             for _, nearest in self.kinds.values():
                 x.copy_(nearest(x.double()))
-            if self.equal:
+            if self.equal and not self.ones:
                 x.fill_(x.reshape(-1)[0].item())
             stays = all(holds(x.double()) for holds, _ in self.kinds.values())
         if not stays:
@@ -143,10 +145,10 @@ class Inputs:
         are the same in all rows, or a few numbers in floating point."""
         if x.is_floating_point() and not self.few:
             return
-        if self.equal:  # lengths that are all the longest, say
+        if self.equal and not self.ones:  # lengths that are all the longest, say
             x.fill_(int(self.low) // 2 if self.low == self.high > 1 else x.reshape(-1)[0].item())
             return
-        mask = self.few or x.dtype == torch.bool
+        mask = self.few or self.ones or x.dtype == torch.bool
         if self.ordered and mask:
             x.copy_(x[torch.randperm(len(x), device=x.device)])
         elif self.shuffled and not self.ordered:
@@ -244,6 +246,8 @@ REQUESTS = {
         Request("in inference mode", how=How.INFERENCE),
         Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         Request("two calls in training mode", how=How.TRAIN, order=(0, 1), both_gates=True, **MAY_REFUSE),
+        Request("called again with the same inputs", order=(0,) * 5, random=True),
+        Request("called again with the same inputs in training mode", how=How.TRAIN, order=(0,) * 5, random=True),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("inputs raised by 100", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
@@ -287,6 +291,8 @@ def requests_after(
     if gradients:
         yield BOTH("gradients, which --backward judges", **LENIENT)
     yield of("after it was timed")
+    if direction == "forward":
+        yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
     for layout in [*LAYOUTS][2:]:

@@ -15,6 +15,7 @@ import re
 import sys
 import tokenize
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -185,9 +186,19 @@ def code_of(text: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def code_sha256(path: Path) -> str:
-    """What a record calls the file it measured: a changed comment leaves it as it is."""
+def kernels_of(code: str) -> str:
+    """Its CUDA and C++ strings alone: module constants whose names end in _SOURCE."""
+    of_sources = (node.value for node in ast.parse(code).body if isinstance(node, ast.Assign) and is_source(node))
+    return "\n".join(str(each.value) for each in of_sources if isinstance(each, ast.Constant))
+
+
+def is_source(node: ast.Assign) -> bool:
+    return any(isinstance(each, ast.Name) and each.id.endswith("_SOURCE") for each in node.targets)
+
+
+def code_sha256(path: Path, part: Callable[[str], str] = str) -> str:
+    """What a record calls the file it measured, or a part of it: a changed comment leaves it as it is."""
     code = path.read_bytes()
     with contextlib.suppress(Exception):  # it is no Python text, or too deeply nested: all of it, then
-        code = code_of(code.decode()).encode()
+        code = part(code_of(code.decode())).encode()
     return hashlib.sha256(code).hexdigest()

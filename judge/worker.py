@@ -23,6 +23,7 @@ import ctypes
 import fcntl
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import multiprocessing.connection
@@ -82,7 +83,7 @@ GARBLED = "wrote something of its own into the pipe of its answers"
 FORM = ("", [0], "")
 REPLIES = {
     "failed": {"kind": "", "wrong": [""]},
-    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""]},
+    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "takes": [""]},
     "call": {"forms": [[FORM]], "tree": "", "did": [""], "graphs": True},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
     "time": {"ms": 0.0, "forms": [FORM]},
@@ -177,6 +178,20 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept)
 
 
+def restore(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Writes buffers as they were."""
+    for x, values in before:
+        x.detach().copy_(values)
+
+
+def takes_of(module: torch.nn.Module) -> list[str]:
+    """The names of what its forward takes; "*" where it takes any."""
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(module.forward).parameters.values()
+        return ["*" if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) else each.name for each in parameters]
+    return ["*"]
+
+
 def settle(device: str) -> None:
     """Waits for the GPU, and gives unused memory back to it: the other processes need it."""
     if device == "cuda":
@@ -234,7 +249,8 @@ class Contender:
         if self.role == "compile":
             self.timed = torch.compile(self.timed, dynamic=False)
         state = [*state_of(self.modules[0])]
-        return {"seconds": seconds, "state": state, "class": name, "lacks": lacks}
+        takes = takes_of(self.modules[0])
+        return {"seconds": seconds, "state": state, "class": name, "lacks": lacks, "takes": takes}
 
     def put_back(self) -> None:
         """What is switched is put back, and told with the next reply."""
@@ -303,8 +319,9 @@ class Contender:
         return {"wrong_slopes": found}
 
     def made(self, seed: int) -> None:
-        """Other weights, where they can only be made."""
+        """Other weights, where they can only be made; or what a module counts in Python's numbers, anew."""
         self.remake(seed, other=seed + 1)
+        self.timed = self.modules[0]
 
     def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
@@ -333,9 +350,17 @@ class Contender:
         # writes does not tell them apart.
         for instance, state in zip(self.modules, (states[0], states[1], states[1])):
             self.take(instance, state, own, request.how)
+        before_assigned = {}
+        if How.ASSIGNED in request.how:
+            before_assigned = {name: (p, p.data) for name, p in module.named_parameters(remove_duplicate=False)}
+            module.load_state_dict({name: x.clone() for name, x in module.state_dict().items()}, assign=True)
+            for p, _ in before_assigned.values():
+                p.data = torch.full_like(p, float("nan"))
         if request.how & (How.TWIN | How.MOVED):  # what is kept of this call must not serve the one that counts
             for instance in self.modules[1:] if How.TWIN in request.how else [module]:
+                before = [(x, x.detach().clone()) for x in instance.buffers()]
                 answers_of(instance, self._own(sets), request, own)
+                restore(before)
                 self.put_back()
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
@@ -357,10 +382,13 @@ class Contender:
                 self._hand_over(answer.leaves.values(), places)
         if module.training:
             module.eval()
-        for x, before in stand:
-            x.detach().copy_(before)
+        restore(stand)
         if How.MOVED in request.how:
             module._apply(torch.clone)
+        for name, (p, data) in before_assigned.items():
+            p.data = data
+            owner, _, last = name.rpartition(".")
+            module.get_submodule(owner)._parameters[last] = p
         if How.CHANNELS_LAST in request.how:
             module._apply(torch.Tensor.contiguous)
         forms = [each.forms for each in found]
@@ -410,6 +438,8 @@ class Contender:
         self.rest()
         self.take(self.modules[0], state, own)
         self.request, self.answers, self.given = request, answers, given
+        written = How.RESTORED in request.how
+        self.stand = [(x, x.detach().clone()) for x in self.modules[0].buffers()] if written else []
         # The judge's memory itself; where a GPU's cannot be shared, a copy that is renewed before each call.
         self.inputs, self.incoming = tree_map_only(torch.Tensor, lambda x: x.to(self.device), given)
         self.wanted = list(wanted_of(parameters_by_name(self.modules[0], own), self.inputs, request).values())
@@ -487,6 +517,7 @@ class Contender:
                 mine.data.copy_(x)
         if How.SEEDED in self.request.how:
             reseed(seed + APART)
+        restore(self.stand)
         if not self.gpu:
             self.buffer.zero_()
             begin = perf_counter()

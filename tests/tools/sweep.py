@@ -22,7 +22,7 @@ from contend import DEVICE, ROOT, Problem, calls_of, milliseconds
 
 from judge.record import environment
 from judge.roofline import Ceilings
-from judge.source import DTYPES, code_sha256, discover, load, set_precision
+from judge.source import DTYPES, code_sha256, discover, kernels_of, load, set_precision
 
 SECONDS = 0.1  # of timing, of each contender in each direction, if that gives LEAST rounds or more
 LEAST, MOST = 10, 60  # rounds
@@ -55,7 +55,8 @@ def rows_of(name: str, constants: dict, dtype: str, batch: int, compiled: bool, 
         row["speedup"] = {
             of: statistics.median(a / b for a, b in zip(times[of], times["new"])) for of in times if of != "new"
         }
-        rows.append(row | {"rounds": rounds, "source_sha256": code_sha256(pair.new_path)})
+        hashes = {"source_sha256": code_sha256(pair.new_path), "kernels_sha256": code_sha256(pair.new_path, kernels_of)}
+        rows.append(row | {"rounds": rounds} | hashes)
     return rows
 
 
