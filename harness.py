@@ -127,17 +127,17 @@ class Judge:
 
     def judge(self, pair: Pair) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options, hashes, shapes, notes, texts = self.options, ("", ""), [{}], [], {}
+        options, sha256, of_kernels, shapes, notes, texts = self.options, "", "", [{}], [], {}
         with contextlib.suppress(*RAISED):  # the run says what is wrong with the files
             texts = {path: path.read_text() for path in (pair.new_path, pair.model_path)}
-            notes = record.remarks(pair.new_path, options.device)
-            hashes = source.code_sha256(pair.new_path), source.code_sha256(pair.new_path, source.kernels_of)
+            sha256, notes = source.code_sha256(pair.new_path), record.remarks(pair.new_path, options.device)
+            of_kernels = source.code_sha256(pair.new_path, source.kernels_of)
             problem = Problem(pair.model_path, None, texts[pair.model_path])
             if options.sweep and not problem.sweep:
                 notes.append(f"--sweep has no effect: {pair.model_path.name} has no list `sweep`")
             shapes = options.sweep and problem.sweep or [problem.on_cpu if options.device == "cpu" else {}]
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
-            what = pair.name, *hashes, options.device, dtype, level, options.seed, constants
+            what = pair.name, sha256, options.device, dtype, level, options.seed, constants, of_kernels
             runs, batch = [], options.batch
             while not runs:
                 runs, batch = self._judge(pair, what, texts, batch)

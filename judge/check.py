@@ -616,9 +616,13 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             continue
         right = right or exact()  # of integers, too
         if right and (gates.as_numbers(new).isnan() == gates.as_numbers(eager).isnan()).all():
-            close = gates.are_close(new, right[name], tolerance, scale_of(case, request, name, right[name]))
-            if close or (not request.both_gates and not [*found.over_limit(case.eps, gates.ODD_RATIO)]):
-                continue  # the Model is far off itself
+            limits = tolerance, scale_of(case, request, name, right[name])
+            if gates.are_close(new, right[name], *limits):
+                continue
+            # The Model is far off itself: at the task's own inputs so far that it does not meet gate 1.
+            is_far = not request.both_gates or not gates.are_close(eager, right[name], *limits)
+            if is_far and not [*found.over_limit(case.eps, gates.ODD_RATIO)]:
+                continue
             uncertain += not request.both_gates
         allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
         place, mine, theirs = found.worst_of(new, eager)

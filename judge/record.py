@@ -30,12 +30,12 @@ class Result:
     direction: str
     model: str
     source_sha256: str  # of the file's code
-    kernels_sha256: str  # of its CUDA and C++ strings alone
     device: str
     dtype: str
     precision: str
     seed: int
     constants: dict  # of the Model's file, where a sweep or its sizes for a CPU replaced them
+    kernels_sha256: str = ""  # of the file's CUDA and C++ strings alone
     batch: int | None = None
     status: str = DROP_IN
     ok: bool = True  # as good as --require wants it

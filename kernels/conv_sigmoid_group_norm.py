@@ -10,7 +10,8 @@ least 1e-6), `_is_light` and `fits`. Our kernels take:
 
     NVIDIA GPU      compute capability 7.5 or newer; float32, float16, bfloat16, autocast; with gradients or without
     CPU, float32    without gradients; images of 128 pixels or more
-    CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32
+    CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32,
+                    but for the smallest images; under autocast if bias, gamma and beta are float32
 
 PyTorch's operators do the rest, as fast as eager. If gradients are wanted on a CPU that has no instructions for x's
 16-bit type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
@@ -1970,12 +1971,34 @@ if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get
     _ON_CPU.append(torch.bfloat16)
 
 
+_RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
+_METHODS = {  # what calling these layers runs, as PyTorch has it
+    kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
+    for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
+}
+
+
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+    """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
+    if type(module) is not kind:
         return False
-    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    for name, function in _METHODS[kind]:
+        method = getattr(module, name)
+        if not isinstance(method, types.MethodType) or method.__func__ is not function:
+            return False
+    return True
+
+
+def _exports_layers() -> bool:
+    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
+
+
+# As torch.compiler.assume_constant_result does: PyTorch 2.11 and older trace torch.compiler.is_exporting as True.
+_exports_layers._dynamo_marked_constant = True
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -1999,7 +2022,8 @@ def _check_activation() -> None:
         raise RuntimeError(f"{three} compute different functions, see z = {where}: edit all three")
 
 
-_check_activation()
+with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the file is imported among fake tensors
+    _check_activation()
 
 
 def _after_conv(h, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
@@ -2021,19 +2045,25 @@ def _is_image(t: torch.Tensor) -> bool:
     return len(shape) == 4 and t.is_contiguous() and t.stride()[1::2] == (shape[2] * shape[3], 1)
 
 
+_TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
+
+
 def fits(tensors: tuple, groups: int) -> bool:
     """Whether `_fast` takes the network's tensors: x, then the parameters in the operators' order."""
     x, weight, conv_bias, bias, scale, gamma, beta = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     for t in tensors:
-        if type(t) not in (torch.Tensor, nn.Parameter, FakeTensor):  # torch.export, unless strict, has FakeTensors
+        if type(t) not in _TYPES:
             return False
-    if not (x.is_cpu or x.is_cuda and torch.version.cuda):
+    if not (x.is_cpu or x.is_cuda and torch.version.cuda) or _exports_layers():
         return False
     device, dtypes, computed_in = x.device, [x.dtype], x.dtype
     if torch.is_autocast_enabled(device.type):
         dtypes, computed_in = _ON_GPU, torch.get_autocast_dtype(device.type)
+        # Ours is float32, as a GPU's group_norm is. A CPU's has the type of (h + bias) * scale.
+        if x.is_cpu and not bias.dtype == gamma.dtype == beta.dtype == torch.float32:
+            return False
     if computed_in not in (_ON_CPU if x.is_cpu else _ON_GPU):
         return False
     if x.is_cpu and recorded(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
@@ -2067,8 +2097,8 @@ def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def recorded(tensors: tuple) -> bool:
-    """Whether gradients may be asked for."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    """Whether gradients may be asked for, also if something else stands in a tensor's place."""
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -2131,13 +2161,17 @@ def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _is_light(tensors: tuple) -> bool:
-    """Whether `fits` takes longer than our kernels save: float32 on a CPU, with gradients or below 128 pixels."""
-    x = tensors[0]
+    """Whether `fits` takes longer than our kernels save on a CPU: float32 with gradients or below 128 pixels, and other
+    types in images so few and small that converting them costs more."""
+    x, weight = tensors[0], tensors[1]
     if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # compiled: direct_pays decides
         return False
-    if x.dtype != torch.float32 or x.dim() != 4 or torch.is_autocast_enabled("cpu"):
+    if x.dim() != 4 or torch.is_autocast_enabled("cpu"):
         return False
-    return x.shape[2] * x.shape[3] < 128 or recorded(tensors)
+    is_small = x.shape[2] * x.shape[3] < 128
+    if x.dtype == torch.float32:
+        return is_small or recorded(tensors)
+    return is_small and isinstance(weight, torch.Tensor) and x.numel() * weight.numel() < 2**19
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor:
@@ -2150,7 +2184,7 @@ class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
-    torch.export exports our operator; with gradients, on a CPU, the Model's layers, which PT2E can quantize.
+    torch.export exports our operator under torch.no_grad, else the Model's layers, which can be trained and quantized.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):

@@ -1059,26 +1059,59 @@ class InstanceNorm(torch.autograd.Function):
         return *torch.autograd.grad(y, x, grad, create_graph=True), None
 
 
+_RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
+_METHODS = {  # what calling these layers runs, as PyTorch has it
+    kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
+    for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
+}
+
+
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+    """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
+    if type(module) is not kind:
         return False
-    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    for name, function in _METHODS[kind]:
+        method = getattr(module, name)
+        if not isinstance(method, types.MethodType) or method.__func__ is not function:
+            return False
+    return True
+
+
+def _exports_layers() -> bool:
+    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
+
+
+# As torch.compiler.assume_constant_result does: PyTorch 2.11 and older trace torch.compiler.is_exporting as True.
+_exports_layers._dynamo_marked_constant = True
+
+
+def _is_ordinary(norm: nn.Module) -> bool:
+    """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches."""
+    if not _is_plain(norm, nn.InstanceNorm2d):
+        return False
+    # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.
+    p, b = norm._parameters, norm._buffers
+    bare = p.get("weight", 0) is p.get("bias", 0) is b.get("running_mean", 0) is b.get("running_var", 0) is None
+    return bare and not norm.track_running_stats and norm.eps > 0
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     """Whether our kernels compute norm(x): not if norm has hooks, and not in torch.func or forward-mode AD. They take a
     FakeTensor, too, because torch.export calls modules with one when it is not strict."""
-    if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
+    if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor) or not _is_ordinary(norm):
         return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
     images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # 1: PyTorch raises
-    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
-    usual = _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    return (on_gpu or on_cpu) and images and usual and not transformed
+    if not (on_gpu or on_cpu) or not images or _exports_layers():
+        return False
+    if x.shape[-3] != norm.num_features and not torch.compiler.is_compiling():  # PyTorch warns, uncompiled
+        return False
+    return not torch._C._are_functorch_transforms_active() and torch.autograd.forward_ad._current_level < 0
 
 
 class ModelNew(nn.Module):

@@ -7,8 +7,8 @@
 
 The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
 feature; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32, 64, 128 or, on a GPU, 8 features; and
-there are no hooks, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the plain
-path: the Model's own lines, on a CPU in float32 where x has 16 bits and that is faster (`_is_upcast`).
+there are no hooks, patches, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the
+plain path: the Model's own lines, on a CPU in float32 where x has 16 bits and that is faster (`_is_upcast`).
 
 On a GPU the product x W^T is done in one of three ways:
   - nn.Linear (cuBLAS) does all 16-bit products, and the float32 ones that are small (`_is_large`) or gain nothing from
@@ -1190,28 +1190,49 @@ def _load(name: str, arch: str = "") -> str:
     return name
 
 
+_RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
+_METHODS = {  # what calling these layers runs, as PyTorch has it
+    kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
+    for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
+}
+
+
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+    """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
+    if type(module) is not kind:
         return False
-    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    for name, function in _METHODS[kind]:
+        method = getattr(module, name)
+        if not isinstance(method, types.MethodType) or method.__func__ is not function:
+            return False
+    return True
+
+
+def _exports_layers() -> bool:
+    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
+
+
+_TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.export with strict=False
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
-
-    FakeTensors are allowed, as torch.export(strict=False) runs a module with them.
-    """
-    tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
-    ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
-    if torch._C._are_functorch_transforms_active() or not ordinary:
+    """Whether these are ordinary tensors of one device and dtype, with no autocast, transform or _exports_layers."""
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
-    here = x.is_cpu or x.is_cuda and torch.version.cuda
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _exports_layers():
         return False
-    return all(t.layout is torch.strided and t.dtype is x.dtype and t.device == x.device for t in tensors)
+    if type(x) not in _TYPES or x.dtype not in _DTYPES or not (x.is_cpu or x.is_cuda and torch.version.cuda):
+        return False
+    device, dtype = x.device, x.dtype
+    for t in (x, *others):  # a loop, as all() takes the host a microsecond more
+        if type(t) not in _TYPES or t.layout is not torch.strided or t.dtype is not dtype or t.device != device:
+            return False
+    return True
 
 
 def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
@@ -1219,7 +1240,7 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and not _is_exporting() and any(t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _allows_tf32() -> bool:
@@ -1229,6 +1250,7 @@ def _allows_tf32() -> bool:
 
 # As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
+_exports_layers._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_swish_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
@@ -1247,10 +1269,10 @@ _BY_PIECES = {
 
 def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether linear(x) is x W^T + bias of ordinary matrices."""
-    if not isinstance(x, torch.Tensor) or not _is_plain(linear, nn.Linear) or linear.bias is None or x.dim() != 2:
+    if not isinstance(x, torch.Tensor) or not _is_plain(linear, nn.Linear) or x.dim() != 2:
         return False
     weight, bias = linear.weight, linear.bias
-    return weight.shape == (*bias.shape, x.shape[1]) and _are_plain(x, weight, bias)
+    return _are_plain(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
@@ -1270,9 +1292,10 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     launched soon."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
         return False
-    if not _is_plain(linear, nn.Linear) or linear.weight.dim() != 2:
+    weight = linear.weight if _is_plain(linear, nn.Linear) else None
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return False
-    return _is_large(x.shape[0], *linear.weight.shape) and _is_layer(linear, x)
+    return _is_large(x.shape[0], *weight.shape) and _is_layer(linear, x)
 
 
 def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: bool = True) -> torch.Tensor:
@@ -1322,7 +1345,12 @@ def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
     if not _are_plain(h, *vectors) or h.dim() != 2 or any(v.dim() != 1 or v.shape[0] != n for v in vectors):
         return False
     widths = (8, 16, 32, 64, 128)[h.is_cpu :]  # groups of 8 are slower than PyTorch's on a CPU
-    return n % groups == 0 and n // groups in widths
+    if n % groups != 0 or n // groups not in widths:
+        return False
+    # So are groups of 16 in float32, unless h is so small that the host counts, or so large that memory does. An
+    # exported program is for any number of rows.
+    slow = h.is_cpu and n == 16 * groups and h.dtype == torch.float32 and not _is_exporting()
+    return not (slow and 2**13 <= h.shape[0] * n < 2**19)
 
 
 def _finish(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:

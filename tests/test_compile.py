@@ -128,15 +128,20 @@ strict_or_not = pytest.mark.parametrize("strict", [False, True], ids=["not stric
 
 @first_cases
 @strict_or_not
-@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
-def test_an_exported_program_goes_through_a_file(case, strict, recorded, device, tmp_path):
-    """Whoever exports a program mostly has gradients on. Without them the program holds our operator, where there is
-    one: kernels/hopper has none for a CPU, nor for products as small as these."""
-    _, new, inputs = build(case, device)
-    with torch.set_grad_enabled(recorded):
+@pytest.mark.parametrize("how", ["without gradients", "with gradients", "to ONNX"])
+def test_an_exported_program_goes_through_a_file(case, strict, how, device, tmp_path, monkeypatch):
+    """Without gradients it holds our operator, where there is one: kernels/hopper has none for a CPU, nor for products
+    as small as these. With gradients it can be trained: it holds the Model's operators, and so it does for ONNX."""
+    model, new, inputs = build(case, device)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: how == "to ONNX")
+    with torch.set_grad_enabled(how == "with gradients"):
         program = torch.export.export(new, tuple(inputs), dynamic_shapes=batch_dimensions(case), strict=strict)
+        models = torch.export.export(model, tuple(inputs), dynamic_shapes=batch_dimensions(case))
     taken = case.stem in PORTABLE or case.stem in COMPILED and device.type == "cuda" and "linear" not in case.stem
-    if taken and not recorded:
+    if how != "without gradients":
+        assert called_by(program) == called_by(models)
+        train_step(program.module(), inputs)
+    elif taken:
         assert any(name.startswith(solution(case.stem).NAMESPACE) for name in called_by(program))
     torch.export.save(program, tmp_path / "program.pt2")
     exported = torch.export.load(tmp_path / "program.pt2").module()
@@ -145,22 +150,20 @@ def test_an_exported_program_goes_through_a_file(case, strict, recorded, device,
         close(infer(exported, inputs), infer(new, inputs))
 
 
-@strict_or_not
-@pytest.mark.parametrize("case", [case for case in FIRST if case.stem == "conv_sigmoid_group_norm"], ids=str)
-def test_exported_with_gradients_on_a_cpu_a_program_holds_the_models_layers(case, strict):
-    """As torch.export is called without torch.no_grad, for instance to quantize the program."""
-    model, new, inputs = build(case)
-    theirs, ours = (called_by(torch.export.export(m, tuple(inputs), strict=strict)) for m in (model, new))
-    assert ours == theirs
+@first_cases
+@torch.no_grad()
+def test_exported_to_onnx(case, tmp_path):
+    pytest.importorskip("onnxscript")
+    _, new, inputs = build(case)
+    torch.onnx.export(new, tuple(inputs), tmp_path / "new.onnx", dynamo=True, verbose=False)
 
 
 SIDES = {"of a range": {"min": 4, "max": 512}, "found by PyTorch": None}
-IMAGES = [case for case in COMPILED_CASES if len(case.shapes[0]) == 4]
 
 
 @strict_or_not
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("case", IMAGES, ids=str)
+@pytest.mark.parametrize("case", [case for case in COMPILED_CASES if len(case.shapes[0]) == 4], ids=str)
 @torch.no_grad()
 def test_exported_with_any_height_and_width(case, sides, strict, device):
     """No shape that the Model takes is refused: how the work is done is decided when the program runs."""

@@ -115,12 +115,14 @@ def test_an_output_for_which_huge_pages_are_asked():
 
 @torch.no_grad()
 def test_a_small_image_and_gradients_are_left_to_the_models_lines(monkeypatch):
-    """Where our checks would take longer than the kernel saves; but not where they were exported for any size."""
+    """Where our checks, or in 16 bits conversions, would take longer than the kernel saves."""
     kernels = solution(STEM)
     called = []
     monkeypatch.setattr(kernels, "fits", lambda *arguments: called.append(arguments) and False)
-    for height, asked in ((8, False), (40, True)):
-        model, new, (x,) = build(case("an image", 1, 3, height, 12, 3, 2, 4))
+    half, single = torch.float16, torch.float32
+    for dtype, samples, height, asked in ((half, 1, 8, 0), (half, 40, 8, 1), (single, 1, 8, 0), (single, 1, 40, 1)):
+        called.clear()
+        model, new, (x,) = build(case("images", samples, 3, height, 12, 3, 2, 4), dtype=dtype)
         assert torch.equal(new(x), model(x)) and bool(called) == asked
     called.clear()
     with torch.enable_grad():

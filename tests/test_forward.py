@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward, in_both, laid, poisoned
-from cases import CASES, LAYOUT_CASES, LAYOUTS, SINGLE_AND_LOW, STEMS, Case, build, each, first_cases
+from cases import CASES, LAYOUT_CASES, LAYOUTS, SINGLE_AND_LOW, STEMS, Case, Recorder, build, each, first_cases
 
 
 def assert_form_and_accuracy(run, samples) -> None:
@@ -160,6 +160,16 @@ def test_neighbours_in_memory_do_not_matter(case, dtype, device, deterministic):
             parameter.data = surrounded(parameter.data, value)
         outputs.append(new(*[surrounded(t, value) for t in inputs]))
     assert torch.equal(*outputs) and not outputs[0].isnan().any()
+
+
+@pytest.mark.skipif("linear_swish_group_norm" not in STEMS, reason="no such pair")
+@pytest.mark.parametrize(("rows", "ours"), [(100, True), (200, False), (8000, False), (9000, True)])
+@torch.no_grad()
+def test_groups_of_16_are_left_to_pytorch_where_it_is_faster_on_a_cpu(rows, ours):
+    _, new, inputs = build(Case("linear_swish_group_norm", "groups of 16", (8, 64, 4, (64,)), ((rows, 8),)))
+    with Recorder("linear_swish_group_norm") as recorder:
+        new(*inputs)
+    assert bool(recorder.calls) == ours
 
 
 @first_cases

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, laid
-from cases import SINGLE_AND_LOW, Case, build, each
+from cases import SINGLE_AND_LOW, Case, build, each, solution
 from test_gradients import both_ways, gradients
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -112,6 +112,12 @@ def test_not_a_number_stays_in_its_slice(case, dtype, where, value, device):
     assert not got[-1, -1].isfinite().any()
     clean[-1, -1] = got[-1, -1] = 0
     assert torch.equal(got, clean)
+
+
+@torch.no_grad()
+def test_warns_of_another_number_of_channels(device):
+    with pytest.warns(UserWarning, match="does not match num_features"):
+        solution(STEM).ModelNew(3)(torch.randn(2, 5, 4, 4, device=device))
 
 
 @pytest.mark.gpu

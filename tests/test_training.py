@@ -3,7 +3,6 @@
 Everywhere the measure is the Model in the same program: its losses step by step, its gradients, its dtypes.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable
 
@@ -13,7 +12,7 @@ from cases import build, captured, converted, first_cases, learning_cases
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -68,18 +67,18 @@ def test_compiled_once_for_all_steps(case, device):
 @first_cases
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_gives_the_models_dtypes(case, low, device):
-    """For every mixture of input dtypes: of the output, and of the gradients."""
+    """For every mixture of the dtypes of inputs and parameters: of the output, and of the gradients."""
     model, new, inputs = build(case, device)
-    for dtypes in itertools.product([torch.float32, low], repeat=len(inputs)):
+    for *dtypes, of_parameters in itertools.product([torch.float32, low], repeat=len(inputs) + 1):
         seen = []
         for module in (model, new):
             leaves = [t.to(dtype).requires_grad_() for t, dtype in zip(inputs, dtypes, strict=True)]
             with torch.autocast(device.type, dtype=low):
-                out = module(*leaves)
+                out = module.to(of_parameters)(*leaves)
             grads = torch.autograd.grad(out.float().square().sum(), [*leaves, *module.parameters()])
             with torch.no_grad(), torch.autocast(device.type, dtype=low):
                 seen.append([out.dtype, module(*leaves).dtype, *(g.dtype for g in grads)])
-        assert seen[1] == seen[0], dtypes
+        assert seen[1] == seen[0], (dtypes, of_parameters)
 
 
 @learning_cases
@@ -212,20 +211,6 @@ def test_forward_mode(case, by, frozen, device):
             return forward_ad.unpack_dual(module(*map(forward_ad.make_dual, inputs, tangents))).tangent
 
     torch.testing.assert_close(tangent_of(new), tangent_of(model), rtol=1e-4, atol=1e-4)
-
-
-@learning_cases
-@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
-def test_an_ensemble_by_vmap(case, recorded, device):
-    """Several sets of weights on the same inputs."""
-    model, new, inputs = build(case, device)
-    weights, _ = stack_module_state([model, copy.deepcopy(model).requires_grad_(), build(case, device, seed=1)[0]])
-
-    def ensemble(module):
-        return vmap(lambda parameters: functional_call(module, parameters, tuple(inputs)))(weights)
-
-    with torch.set_grad_enabled(recorded):
-        torch.testing.assert_close(ensemble(new), ensemble(model), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

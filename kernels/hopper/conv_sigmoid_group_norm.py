@@ -2127,12 +2127,34 @@ NAMESPACE = _load("conv_sigmoid_group_norm_hopper", "90a") if _HOPPERS else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
+_RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
+_METHODS = {  # what calling these layers runs, as PyTorch has it
+    kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
+    for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
+}
+
+
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+    """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
+    if type(module) is not kind:
         return False
-    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    for name, function in _METHODS[kind]:
+        method = getattr(module, name)
+        if not isinstance(method, types.MethodType) or method.__func__ is not function:
+            return False
+    return True
+
+
+def _exports_layers() -> bool:
+    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
+
+
+# As torch.compiler.assume_constant_result does: PyTorch 2.11 and older trace torch.compiler.is_exporting as True.
+_exports_layers._dynamo_marked_constant = True
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -2157,7 +2179,7 @@ def _are_ordinary(tensors: tuple) -> bool:
     for t in tensors:  # a loop, as all() takes the host a microsecond more
         if type(t) not in _TYPES:
             return False
-    return tensors[0].is_cuda and tensors[0].dim() == 4
+    return tensors[0].is_cuda and tensors[0].dim() == 4 and not _exports_layers()
 
 
 class ModelNew(nn.Module):
@@ -2180,14 +2202,14 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         modules = self._modules
-        conv, norm = modules["conv"], modules["group_norm"]  # as `_read` does
+        conv, norm = modules.get("conv"), modules.get("group_norm")  # as `_read` does
         if NAMESPACE and self._is_usual(conv, norm):
             of_conv = (_read(conv, "weight"), _read(conv, "bias"))
             of_norm = (_read(norm, "weight"), _read(norm, "bias"))
             tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)
             if _are_ordinary(tensors):
                 return _OPERATORS.network.default(*tensors, norm.num_groups, norm.eps)
-        return norm(_activate(conv(x), self.bias, self.scale))
+        return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
 
     def _is_usual(self, conv: nn.Module, norm: nn.Module) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is large enough.

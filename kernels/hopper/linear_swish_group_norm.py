@@ -1731,12 +1731,30 @@ def _load(name: str, arch: str = "") -> str:
     return name
 
 
+_RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
+_METHODS = {  # what calling these layers runs, as PyTorch has it
+    kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
+    for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
+}
+
+
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+    """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
+    if type(module) is not kind:
         return False
-    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    for name, function in _METHODS[kind]:
+        method = getattr(module, name)
+        if not isinstance(method, types.MethodType) or method.__func__ is not function:
+            return False
+    return True
+
+
+def _exports_layers() -> bool:
+    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor:
@@ -1750,10 +1768,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one Hopper GPU and one of the dtypes, with no autocast or transform."""
+    """Whether these are ordinary tensors of one Hopper GPU and dtype, with no autocast, transform, _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _exports_layers():
         return False
     if type(x) not in _TYPES or not x.is_cuda or x.device.index not in _HOPPERS or x.dtype not in _DTYPES:
         return False
@@ -1784,7 +1802,7 @@ def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and not _is_exporting() and any(t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _allows_tf32() -> bool:
@@ -1794,6 +1812,7 @@ def _allows_tf32() -> bool:
 
 # As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
+_exports_layers._dynamo_marked_constant = True
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
 _HOPPERS = [
