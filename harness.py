@@ -181,8 +181,9 @@ class Judge:
         form = DTYPES[run.dtype], run.precision, chosen, run.seed
         case = check.Case(problem, run.device, *form, self.workers, texts)
         case.tell = lambda text: self.tell(f"{pair.name}: {run.dtype} {run.precision}, batch {chosen}: {text}")
-        if batch and not chosen:
-            case.notes.append("--batch has no effect: the Model's file has no batch_size")
+        if not chosen:
+            effect = "--batch has no effect" if batch else "no other batch was asked"
+            case.notes.append(f"{effect}: the Model's file has no batch_size")
         if chosen and chosen < (batch or problem.batch):
             said = f"batch_size {chosen} instead of {problem.batch}, since the inputs are large for a CPU"
             case.notes.append(f"{said}; a dict `on_cpu` in the Model's file chooses other sizes")

@@ -52,6 +52,7 @@ STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so ma
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
 MANY_BYTES = 1 << 27  # of inputs and answer, at most, where the batch is many times as large
 NAMED = 4  # parameters at most, in a reason
+SOME = 0.05  # the share of elements at most in which a right answer is far off where the Model is, too
 HALVES = {float: lambda x: 0.5 * x, int: lambda x: x // 2 or x}  # of numbers that are no tensors
 
 
@@ -328,8 +329,6 @@ def comparable(case: Case) -> None:
     least = case.batch and min(case.batch, 4)
     draws = [tensors_of(case.inputs(700 + i, least)) for i in range(3)]
     case.inputs_are = [Inputs(each) for each in zip(*draws)]
-    if case.batch is None:
-        case.notes.append("the Model's file has no batch_size: other batches were not asked")
 
 
 def check(case: Case, direction: str, after: bool = False, gradients: bool = False) -> None:
@@ -597,7 +596,9 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         reject(request, [why for each in found for why in each])
         return
     wrong, uncertain = [], 0
-    exact = cache(lambda: case.exact(request, draw(), model))  # when it is first wanted
+    # When it is first wanted. It is that of one call, which tells nothing where the calls before it left their state.
+    single = len(request.order) == 1 or not any(did.startswith("writes") for did in answer.did)
+    exact = cache(lambda: case.exact(request, draw(), model) if single else None)
     theirs = [new for new in given if new.dtype == torch.int64]
     for name, eager, new in pairs:
         tolerance, scale = case.tolerance(eager), scale_of(case, request, name, eager)
@@ -619,8 +620,9 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             limits = tolerance, scale_of(case, request, name, right[name])
             if gates.are_close(new, right[name], *limits):
                 continue
-            # The Model is far off itself: at the task's own inputs so far that it does not meet gate 1.
-            is_far = not request.both_gates or not gates.are_close(eager, right[name], *limits)
+            # The Model is far off itself: at the task's own inputs in some elements, so that it misses gate 1, too.
+            are_few = found.far <= SOME * found.count
+            is_far = not request.both_gates or are_few and not gates.are_close(eager, right[name], *limits)
             if is_far and not [*found.over_limit(case.eps, gates.ODD_RATIO)]:
                 continue
             uncertain += not request.both_gates
