@@ -1579,8 +1579,8 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 }
 
 // Whether the direct convolution is faster than PyTorch's, by measurements: not if rows of h are so short that about a
-// third of a long row mixes two rows, nor if a band of x (128 KiB for 32 channels) fills much of the second-level cache.
-// And h must fill a tile: else the first tile would begin before x.
+// third of a long row mixes two rows, nor if a band of x (128 KiB for 32 channels) fills much of the second-level
+// cache. And h must fill a tile: else the first tile would begin before x.
 bool direct_pays(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
@@ -1588,8 +1588,8 @@ bool direct_pays(const Tensor& x, const Tensor& weight) {
     return is_small && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
 }
 
-// Asks the system for pages of 2 MiB in place of 4 KiB. Of the 60 ms that one thread takes for 66 MB of output, 25 go to
-// making small pages; to make huge ones takes 1 ms.
+// Asks the system for pages of 2 MiB in place of 4 KiB. Of the 60 ms that one thread takes for 66 MB of output, the
+// system takes 25 to make small pages; to make huge ones takes 1 ms.
 void use_huge_pages(const Tensor& t) {
     constexpr uintptr_t kHugePage = 2 << 20;
     const auto begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());

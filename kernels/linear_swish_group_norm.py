@@ -8,7 +8,7 @@
 The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
 feature; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32, 64, 128 or, on a GPU, 8 features; and
 there are no hooks, patches, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the
-plain path: the Model's own lines, on a CPU in float32 where x has 16 bits and that is faster (`_is_upcast`).
+plain path: the Model's own lines.
 
 On a GPU the product x W^T is done in one of three ways:
   - nn.Linear (cuBLAS) does all 16-bit products, and the float32 ones that are small (`_is_large`) or gain nothing from
@@ -25,7 +25,8 @@ In the backward `group_gradients` computes G, the gradient of h, and `add_partia
 biases, gamma and beta. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are
 large, else by cuBLAS.
 
-On a CPU, threads finish the groups of PyTorch's product; 16-bit inputs are computed in float32 where that is faster.
+On a CPU, threads finish the groups of PyTorch's product; float32 groups of 16 only if h is small or large (`_fits`).
+16-bit inputs are computed in float32 where that is faster (`_is_upcast`).
 In the source read "The groups" first, far down, from `activation` to `finish_group`, and "The product" when you want to
 know how x W^T is computed.
 
@@ -58,11 +59,22 @@ CUDA_SOURCE = r"""
 
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
+//     x (m, k) --.
+//                 split_rows --> pieces, unscale, doubt           in device memory
+//     W (n, k) --'                  |
+//                                   |  cp.async
+//                      stages, a line of K each                   in shared memory
+//                                   |  ldmatrix
+//                      mma.sync -> accumulators -> sums           in registers
+//                                   |
+//                      epilogue: h, and what follows it -> device memory
+//
 // Pieces. Each value of C is a sum of K terms x w, where x is from a row of A and w from a row of B. (In the forward A
 // is the layer's input and B its weight.) Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products
-// up in float32. So a float32 number x, of 24 bits, is split into two fp16 numbers, its pieces: hi is x rounded to
-// fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then x - hi is at most
-// 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo' split likewise:
+// up in about float32 (see Restarts). So a float32 number x, of 24 bits, is split into two fp16 numbers, its pieces: hi
+// is x rounded to fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then x
+// - hi is at most 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo' split
+// likewise:
 //
 //     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
@@ -74,9 +86,10 @@ CUDA_SOURCE = r"""
 // tensor cores multiply fp16 7 or 16 times as fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
-// its largest value to [2^14, 2^15), and each sum is multiplied by the inverses of both rows' scales, called `unscale`.
+// its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by the inverses of both rows' scales, `unscale`.
 // For example, 0.3 in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832,
-// as fp16 numbers of that size are 8 apart, and lo is -1.599609.
+// as fp16 numbers of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6 = 22944 -
+// 6.398 - 0.002. Of x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
@@ -87,7 +100,10 @@ CUDA_SOURCE = r"""
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
+// Doubt. A row's largest value is scaled to about 2^15, and a value 2^17 times smaller loses bits as fp16. Beside
+// larger terms of a sum that does no harm. A sum that is small itself may be off: a warp computes it again in float32.
+// The limit: fp16 has 11 significant bits from 2^-14 on, and below multiples of 2^-24, so a rounding errs by up to
+// 2^-25.
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than 2^-23 of the
 //     value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -98,10 +114,10 @@ CUDA_SOURCE = r"""
 //     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
 //     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
-//     they are finite. A row with a larger one, of which a finite value is 2^75 or more, has infinite doubt: all its
-//     sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0 or not
-//     finite, are never computed again. (With two pieces an infinity makes NaN, as its lo is inf - inf. After the norm
-//     it would be NaN anyway.)
+//     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, and so infinite doubt:
+//     all its sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0
+//     or not finite, are never computed again. (With two pieces an infinity makes NaN, as its lo is inf - inf. After
+//     the norm it would be NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -127,11 +143,12 @@ CUDA_SOURCE = r"""
 //     chunk in row 1    1 0 3 2 5 4 7 6
 //     chunk in row 2    2 3 0 1 6 7 4 5        chunk 0 is at place 0 of row 0, place 1 of row 1, ..., place 7 of row 7
 //     ...
-//     chunk in row 7    7 6 5 4 3 2 1 0
+//     chunk in row 7    7 6 5 4 3 2 1 0                 chunk 3 of row 5: place 3 ^ 5 = 6, byte 5 * 128 + 6 * 16 = 736
 //
-// MN-major (B's neighbours in memory have one k). The gradients are C = A B, and B is (K, n): a line holds 32 columns
-// of one of its rows. A stage holds 32 rows of B, and of each the four lines that have the tile's 128 columns: first
-// line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on its way to registers.
+// MN-major: numbers beside each other in memory belong to the same k. The gradients are C = A B, where B is (K, columns
+// of C): a line holds 32 columns of one of its rows. A stage holds 32 rows of B, and of each the four lines that have
+// the tile's 128 columns: first line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on
+// its way to registers.
 
 constexpr int kLine = 64;  // fp16 numbers in a line: 128 bytes
 constexpr int kLineBytes = kLine * 2;
@@ -280,8 +297,8 @@ struct Operand {
     int64_t pitch;
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
-// a row's 128 bytes. For rows and lines that do not exist from_a and from_b may point past the end, but then nothing is
-// read there: rows and, MN-major, lines beyond B's columns become zeros; past the last line of K nothing is copied.
+// a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
+// to the stage; behind the last line of K nothing is copied. So from_a and from_b may point past the end.
 template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kThreads / 8;
     const Operand &a, &b;
@@ -324,9 +341,10 @@ template <bool MN_MAJOR> struct Copies {
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
 // Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
-// B (a column of C). MN-major, it is one k of 32 columns: K picks the row, and to[i] is half i % 2 of the hi, or the
-// lo, in the warp's line i / 2. `from` is where chunk c, 0 or 1, lies, so chunk c + q with an even q is c ^ q. It is at
-// `from` ^ 16 q: (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// B (a column of C). MN-major, a row of the stage holds one k of 32 columns: a quarter's K are 16 rows, and to[i] is
+// half i % 2 of the hi, or the lo, in the warp's line i / 2. A lane starts at chunk c, which is 0 or 1, and wants chunk
+// c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This
+// needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -348,9 +366,10 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTile
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
 // from `line` on, are multiplied by unscale[line / kScaleLines * unscale_pitch + A's row] and added to the sums. (With
-// unscale_pitch 0 a row of A has one scale. The scales of B's rows are left to the epilogue or, MN_MAJOR, are already
-// in A.) At the end each thread calls epilogue(row, column, v) once, with its 4 x 16 sums: v[i][j] is C[row + 8
-// i][column_of(column, j)], which may be outside C. Four neighbouring lanes have 64 columns of the same four rows.
+// unscale_pitch 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
+// gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, v) once, with
+// its 4 x 16 sums: v[i][j] is C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have
+// 64 columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
         int unscale_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
@@ -396,8 +415,9 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
         const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
-        // A tensor core drops what lies below the accumulator's last bit. So the small products come first: in the
-        // first line after a restart the accumulator is still small. Loads come before the multiply_add they overlap.
+        // A tensor core drops what lies below the last bit of the largest number that it adds, mostly the accumulator.
+        // So the small products come first: in the first line after a restart the accumulator is still small. Loads
+        // come before the multiply_add they overlap.
         for (; line < end; ++line) {
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
             load_a(0, stage, 0);
@@ -410,9 +430,10 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
             load_b(2, stage, 3);
             multiply_add(acc, slot_a[2], slot_b[1]);
             multiply_add(acc, slot_a[1], slot_b[2]);
-            // After the wait this thread's copies of line + 1 have arrived. After the barrier so have all threads', and
-            // copies.start may overwrite this line's stage: all warps have read it, as the last two multiply_adds read
-            // registers alone. (The last round's loads from `next` get old numbers, which are not used.)
+            // After the wait this thread's copies of line + 1 have arrived. After the barrier all threads' copies of
+            // line + 1 have arrived. All warps have read this line, too, as the last two multiply_adds read registers
+            // alone. So copies.start may overwrite its stage. (The last round's loads from `next` get old numbers,
+            // which are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
             copies.start(line + kStages);
@@ -847,7 +868,7 @@ extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces
     return cudaGetLastError();
 }
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
-// cuBLAS's, of the pieces of launch_split_hi, and h may be in the same place. If it is null, this computes the product.
+// cuBLAS's, of the pieces of launch_split_hi, and h may be in the same place. If `product` is null, this computes it.
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces, float* scales,
     int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
@@ -1275,16 +1296,20 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _are_plain(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
+_MOST = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
+
+
 def _is_large(m: int, n: int, k: int) -> bool:
     """Whether a product (m, k) by (k, n) is so large that the split saves time. m n = 2^20 sums are 128 tiles, about
     one for each SM. For 2^30 multiplications SGEMM takes some 40 us on an H100, several times what our launches take.
-    If m, n or k is small, the split takes longer than the product saves. Sizes below 2^24 fit the kernels' integers."""
+    If m, n or k is small, the split takes longer than the product saves. For larger sizes than _MOST a launch of
+    split_gradient would have more blocks than a grid may have."""
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
         from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
-        if not (known(m >= 128) and known(m * n >= 2**20) and known(m * n * k >= 2**30) and known(m < 2**24)):
+        if not (known(m >= 128) and known(m * n >= 2**20) and known(m * n * k >= 2**30) and known(m <= _MOST)):
             return False
-    return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) < 2**24
+    return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) <= _MOST
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1345,7 +1370,7 @@ def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
     if not _are_plain(h, *vectors) or h.dim() != 2 or any(v.dim() != 1 or v.shape[0] != n for v in vectors):
         return False
     widths = (8, 16, 32, 64, 128)[h.is_cpu :]  # groups of 8 are slower than PyTorch's on a CPU
-    if n % groups != 0 or n // groups not in widths:
+    if n % groups != 0 or n // groups not in widths or n > _MOST:
         return False
     # So are groups of 16 in float32, unless h is so small that the host counts, or so large that memory does. An
     # exported program is for any number of rows.

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward
-from cases import CASES, FIRST, Case, build, converted, first_cases, problem, solution
+from cases import CASES, FIRST, STEMS, Case, build, converted, first_cases, problem, solution
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_map_only
@@ -247,6 +247,12 @@ def test_another_method_put_on_the_classes_of_the_layers(case, method, device, m
         if was := getattr(kind, method, None):
             monkeypatch.setattr(kind, method, lambda *args, was=was: was(*args).tanh())
     torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem.startswith("linear_")])
+def test_more_rows_than_a_grid_has_blocks_for_are_left_to_cublas(stem):
+    is_large = solution(stem)._is_large
+    assert is_large(65535 * 128, 128, 128) and not is_large(65535 * 128 + 1, 128, 128)
 
 
 @first_cases

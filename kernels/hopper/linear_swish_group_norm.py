@@ -72,6 +72,8 @@ template <int N> __device__ __forceinline__ void more_registers() {
 template <int N> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
+// wgmma_fence: before a warpgroup's first wgmma, and after other code has written its registers. wgmma_commit ends a
+// group of wgmmas. wgmma_wait: until at most IN_FLIGHT groups, the newest ones, are unfinished.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
@@ -95,14 +97,14 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // of W by its scale, the power of two that brings its largest value to [2^14, 2^15). (fp16 rounds values of 65520 and
 // more to infinity.) Then it stores each scaled value v as two fp16 numbers, its pieces: hi is v rounded to fp16 and lo
 // is v - hi rounded to fp16. For v in [1, 2), say, |lo| <= 2^-11, and fp16 numbers below that are at most 2^-22 apart.
-// So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. The tensor cores compute, of
+// So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. Of the four products in
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
-// all but the last term. The finisher (warpgroup 2, see below) multiplies the sum by the inverse scales of both rows.
-// The last term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each: in all an error of at most
-// 2^-21 of v v', and of 2^-23.7 as root mean square over random values. Its sign is random, so over K products such
-// errors partly cancel. A float32 product may lose more: up to 2^-24 of the sum so far at each of its K additions.
+// the tensor cores compute the first three. The sum is then multiplied by the inverse scales of both rows. The last
+// term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each: in all an error of at most 2^-21 of v
+// v', and of 2^-23.7 as root mean square over random values. Its sign is random, so over K products such errors partly
+// cancel. A float32 product may lose more: up to 2^-24 of the sum so far at each of its K additions.
 //
 // The tensor cores do not round their sums, they truncate them, and what an addition loses grows with the accumulator.
 // So for each 64 of K a consumer starts its accumulators at zero, adds hi lo' and lo hi' first, while the accumulators
@@ -123,14 +125,14 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
 //
 //     warpgroup   role        waits for    does                                                           signals
-//     3           producer    empty[s]     one thread starts TMA copies of a line of x and W to stage s   full[s]
+//     3           producer    empty[s]     one thread starts TMA copies to stage s: a line of each row    full[s]
 //     0 and 1     consumers   full[s]      each multiplies the line for half of the tile's rows of x      empty[s]
 //                             taken[t]     each stores its sums, 64 x 64 at a time, to slot t             ready[t]
 //     2           finisher    ready[t]     loads the sums of slot t to registers                          taken[t]
 //                                          multiplies them by the inverse scales, stores the epilogue's output
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another, where
-// ready and taken are what full and empty are for stages. The consumers fill the slots in turn, and the finisher
+// ready and taken are what full and empty are for stages. Consumers 0 and 1 fill slots in turns, and the finisher
 // empties them in the same order. A tile fills the next four slots of the ring or, with OneProduct, the next eight:
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
@@ -192,14 +194,15 @@ template <typename T, typename S> struct OneProduct {
     static constexpr float kDoubt = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
 };
-// At its start each role changes a thread's 65536 / 512 = 128 registers to these, by setmaxnreg (multiples of 8).
+// The kernel starts with 65536 / 512 = 128 registers a thread. Then each warpgroup changes its own number to its role's
+// by setmaxnreg (PTX ISA: 24 to 256, multiples of 8).
 template <class Scheme> constexpr bool kRegistersFit =
     2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128;
 static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
     "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
-// Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. Times an inverse scale of up
-// to 2^60 they are finite. A row with a larger inverse scale has infinite doubt, so that multiply_rows computes all its
-// sums.
+// Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. Times the inverse scale of
+// their row, up to 2^60, they are finite. Times the column's, too, only an h overflows that would in any case. A row
+// with a larger inverse scale has infinite doubt, so that multiply_rows computes all its sums.
 constexpr float kLargestUnscale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -263,9 +266,10 @@ struct RowScale {
     // The exponent of the scale: unscale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(unscale) >> 23); }
 };
-// In the backward the exponent of a scale may be the sum or the difference of two exponents, each 126 at most. 2^252
-// and 2^-252 are no float32 numbers, so such a scale is applied as two factors, of half the exponent each. No exponent
-// need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
+// In the backward the exponent of a scale is a sum or a difference of other exponents. It is kept within 252 = 126 +
+// 126 and -252. 2^252 and 2^-252 are no float32 numbers, so such a scale is applied as two factors, of half the
+// exponent each. No exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already
+// becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
 constexpr int kLeastExponent = -kLargestExponent;
 // What split_rows reads and writes.
@@ -362,8 +366,9 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
         : "memory");
 }
 // d = a * b^T + (keep ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
-// memory, K-major or MN-major (see tile_descriptor). Operands of the asm statement: %0 to %63 are d, %64 a, %65 b, %66
-// keep, %67 and %68 tell whether a and b are MN-major. The constants 1, 1 before them are the signs of a and b.
+// memory, K-major or MN-major (see «How an operand lies» below). Operands of the asm statement: %0 to %63 are d, %64 a,
+// %65 b, %66 keep, %67 and %68 tell whether a and b are MN-major. The constants 1, 1 before them are the signs of a and
+// b.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define WGMMA(type)                                                                                                 \
@@ -442,7 +447,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
         }
     }
 }
-// How an operand lies in a stage. "Row" is a row of the tile for a, a column of it for b.
+// How an operand lies in a stage. Operand a gives the tile's rows, b its columns: in the forward x and W. "Row" is a
+// row of the tile for a, a column of it for b.
 //
 // K-major: the values of a row along K are neighbours in device memory, as in x and W of the forward. TMA writes the
 // line of a row as 128 bytes, and row after row, with the 128-byte swizzle: 16-byte chunk c goes to place c ^ row % 8.
@@ -452,9 +458,9 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //     ...
 //
 // MN-major: the values of one k, for all rows, are neighbours in device memory. In dX = G W, for example, the sum goes
-// over W's rows: k counts them, and W's columns are the "rows" here. TMA cuts 64 numbers of one k into strips of 32 of
-// one piece, 64 bytes, and writes for each strip one k after the other, with the 64-byte swizzle. (With the 128-byte
-// swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
+// over W's rows: k counts them, and W's columns are the "rows" here. There every 32 numbers of one k and one piece are
+// a strip: 64 bytes. TMA writes strip after strip to the stage, and within a strip k after k, with the 64-byte swizzle.
+// (With the 128-byte swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
 //
 //     in device memory, for each k:    | hi of rows 0-31 | lo of rows 0-31 | hi of rows 32-63 | lo of rows 32-63 | ...
 //     in a stage:   byte     0    hi of rows 0-31     k 0 | k 1 | ... | k 31      64 bytes each; 16 of K: 1024 bytes
@@ -466,9 +472,11 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //
 // wgmma's descriptor (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout") counts in units of 16 bytes:
 //     bits 0-13: the address    16-29: the leading byte offset    32-45: the stride byte offset    62-63: the swizzle
-// K-major: the stride leads eight rows on, to the next atom. The leading offset is unused. As the swizzle XORs bits 4-6
-// of an address with its bits 7-9, a descriptor may begin 32 or 64 bytes inside an atom. MN-major: the stride leads
-// eight k on, to a strip's next atom, and the leading offset 32 rows on, to the piece's next strip.
+// K-major: the stride offset is the distance from an atom to the next, of eight rows. The leading offset is unused. As
+// the swizzle XORs bits 4-6 of an address with its bits 7-9, a descriptor may begin 32, 64 or 96 bytes inside an atom.
+// MN-major: the stride offset is the distance from an atom of a strip to its next, of eight k; the leading offset is
+// that from one strip of a piece to its next, of 32 rows. (Bits 49-51 are 0, as all atoms begin at multiples of their
+// size.)
 template <bool MN_MAJOR> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
     constexpr uint64_t kLeading = MN_MAJOR ? 4096 / 16 : 1;
     constexpr uint64_t kStride = MN_MAJOR ? 512 / 16 : 1024 / 16;
@@ -502,10 +510,10 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
 //     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
 // A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are half of octet e / 2: two
-// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. A warp loads 16 bytes a lane in four steps of
-// eight lanes, which are here the lanes of a row, e from 0 to 7. In its first load row 0 takes packs 0 and 2 of octets
-// 0 to 3. Shared memory has 32 banks of four bytes, so packs of 16 bytes at the same place modulo 8 are in the same
-// banks. Therefore pack number p of octet j lies at place p ^ place_of(j):
+// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. The hardware serves a warp's 16-byte loads in
+// four steps of eight lanes. The eight lanes of a step have one row here, e from 0 to 7. In its first load row 0 takes
+// packs 0 and 2 of octets 0 to 3. Shared memory has 32 banks of four bytes, so packs of 16 bytes at the same place
+// modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^ place_of(j):
 //
 //     place       0    1    2    3    4    5    6    7
 //     octet 0    [0]   1   [2]   3    4    5    6    7      place_of 0
@@ -562,8 +570,8 @@ template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>
     }
 }
 
-// After wgmma_wait a warp knows that its own quarter of the warpgroup's products is done, not the others'. So each of
-// the consumers' eight warps arrives at `empty`, and only then the producer fills the stage again.
+// wgmma_wait tells a warp that the products of its own 16 rows are done, a quarter of the warpgroup's. So each of the
+// consumers' eight warps arrives at `empty`, and only then the producer fills the stage again.
 template <class Scheme> __device__ __forceinline__ void free_stage(MultiplyShared<Scheme>& shared, int s) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
 }
@@ -595,7 +603,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
             wgmma_commit();
             multiply_large<MN_MAJOR_A, MN_MAJOR_B>(recent, a + next * kStageStep, b + next * kStageStep);
             wgmma_commit();
-            wgmma_wait<1>();  // for the first group: all that reads stage s
+            wgmma_wait<1>();  // for the older group: it has all wgmmas that read stage s
             free_stage(shared, s);
             wgmma_wait<0>();
             free_stage(shared, next);
