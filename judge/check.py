@@ -507,9 +507,8 @@ def put(case: Case, request: Request, must: bool) -> None:
         return
     if RANDOM in expected[0].did:
         case.random.add(training)
-    if request.how & RACES and any(
-        did.startswith("writes") for did in expected[0].did
-    ):  # an answer depends on the last
+    writes = any(did.startswith("writes") for did in expected[0].did)
+    if request.how & RACES and writes:  # an answer depends on the calls before
         return
     case.counts |= numbers_of(called) != numbers
     if request.finite and not all(gates.as_numbers(x).isfinite().all() for x in expected[0].tensors().values()):
@@ -543,9 +542,8 @@ def put(case: Case, request: Request, must: bool) -> None:
     for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
     if request.random:
-        for name, x in expected[0].tensors().items():
+        for k, (name, x) in enumerate(expected[0].tensors().items()):
             if name.startswith("output") and not x.is_complex():
-                k = [*expected[0].tensors()].index(name)
                 mine, theirs = [each[k] for each in places], [each.leaves[name] for each in expected]
                 reject(request, gates.unlike_repeated(name, mine, theirs))
     if request.direction == "forward_backward" and (case.unmatched or RANDOM in expected[0].did):

@@ -353,7 +353,7 @@ class Contender:
         before_assigned = {}
         if How.ASSIGNED in request.how:
             before_assigned = {name: (p, p.data) for name, p in module.named_parameters(remove_duplicate=False)}
-            module.load_state_dict({name: x.clone() for name, x in module.state_dict().items()}, assign=True)
+            module.load_state_dict(tree_map_only(torch.Tensor, torch.clone, dict(module.state_dict())), assign=True)
             for p, _ in before_assigned.values():
                 p.data = torch.full_like(p, float("nan"))
         if request.how & (How.TWIN | How.MOVED):  # what is kept of this call must not serve the one that counts
@@ -388,7 +388,7 @@ class Contender:
         for name, (p, data) in before_assigned.items():
             p.data = data
             owner, _, last = name.rpartition(".")
-            module.get_submodule(owner)._parameters[last] = p
+            setattr(module.get_submodule(owner), last, p)
         if How.CHANNELS_LAST in request.how:
             module._apply(torch.Tensor.contiguous)
         forms = [each.forms for each in found]
