@@ -1369,7 +1369,7 @@ def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
     vectors, groups = (bias, norm.weight, norm.bias), norm.num_groups
     if not _are_plain(h, *vectors) or h.dim() != 2 or any(v.dim() != 1 or v.shape[0] != n for v in vectors):
         return False
-    widths = (8, 16, 32, 64, 128)[h.is_cpu :]  # groups of 8 are slower than PyTorch's on a CPU
+    widths = (16, 32, 64, 128) if h.is_cpu else (8, 16, 32, 64, 128)  # on a CPU groups of 8 are slower than PyTorch's
     if n % groups != 0 or n // groups not in widths or n > _MOST:
         return False
     # So are groups of 16 in float32, unless h is so small that the host counts, or so large that memory does. An
@@ -1445,7 +1445,7 @@ class ModelNew(nn.Module):
         linear, norm, bias = self.matmul, self.group_norm, self.bias
         fused = _is_large_layer(linear, x) and _pays(norm, x, linear.weight)
         # With grad mode off, layers that are not fused are launched first, and checked later, in the last line.
-        whole = fused or torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda
+        whole = fused or (torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda)
         if whole and _fits(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
             others = norm.num_groups, norm.eps
