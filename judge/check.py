@@ -35,7 +35,7 @@ from judge.answers import (
     tensors_of,
     wrong_slopes,
 )
-from judge.requests import LAYOUTS, MANY, REQUESTS, Inputs, perturb, requests_after
+from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of, takes_of
 
@@ -203,7 +203,11 @@ class Case:
         coarse = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
         narrow = max(coarse, self.eps)
         least = gates.TOLERANCE[self.precision][self.dtype]
-        return max(least, gates.ULPS * narrow) if narrow > torch.finfo(self.dtype).eps else least
+        if narrow <= torch.finfo(self.dtype).eps:
+            return least
+        if self.dtype == torch.float64:  # where nothing more exact tells who is right
+            least = gates.HIGHEST[torch.float32]
+        return max(least, gates.ULPS * narrow)
 
 
 def scale_of(case: Case, request: Request, name: str, x: torch.Tensor) -> float:
@@ -423,10 +427,12 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     errors = dict(case.errors)
+    if How.TRAIN in request.how:
+        case.errors = {}
     try:
         put(case, request, must)
         if How.TRAIN in request.how and (wrong := over_limit(case)):
-            reject(request, wrong)
+            reject(request, wrong, "uncertain")
     except (Rejected, torch.OutOfMemoryError) as raised:
         error = as_rejected(raised)
         if error.kind == "raised" and request.may_refuse:
@@ -541,7 +547,7 @@ def put(case: Case, request: Request, must: bool) -> None:
 
     for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
-    if request.random:
+    if request.random and len(expected) > 1:
         for k, (name, x) in enumerate(expected[0].tensors().items()):
             if name.startswith("output") and not x.is_complex():
                 mine, theirs = [each[k] for each in places], [each.leaves[name] for each in expected]
@@ -608,6 +614,10 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         elif not request.both_gates:
             continue
         right = exact() if inexact else None
+        if right and request.both_gates:  # weights that were changed may make the Model overflow: then any may
+            of_new, of_eager, of_exact = map(gates.as_numbers, (new, eager, right[name]))
+            overflows = of_eager.isinf() & of_exact.isfinite() & ~of_new.isfinite()
+            new = torch.where(overflows, eager, new) if overflows.any() else new
         found = gates.compare(new, eager, right and right[name], tolerance, scale)
         if request.both_gates and inexact and (right or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, gates.Errors()) + found
@@ -642,7 +652,7 @@ def unlike(case: Case, request: Request, draw: Callable, model, name: str, eager
     other = case.plain(model, draw(), replace(request, seed=request.seed + 1))[name]
     drawn = case.drawn.setdefault(name, [])
     drawn.append([x.double().reshape(x.shape or (1,)) for x in (new, eager, other)])
-    if sum(values.numel() for values, *_ in drawn) < gates.LEAST_VALUES:
+    if len(drawn) < MANY_DRAWS and sum(values.numel() for values, *_ in drawn) < gates.ENOUGH_VALUES:
         return []
     del case.drawn[name]
     return gates.unlike(name, drawn)

@@ -27,6 +27,7 @@ ODD_RATIO = 16.0
 ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in another order, another library's tanh
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 LEAST_VALUES = 1000  # of what is drawn at random: of fewer nothing is said
+ENOUGH_VALUES = 1 << 18  # no more answers are gathered
 DISTANCE = "mean square distance from the Model's"
 FEW_ROWS, MANY_ROWS_SHARE = 16, 0.6  # seen from few rows, a standard error may itself be far off
 STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's

@@ -21,6 +21,7 @@ secret = random.SystemRandom()  # numbers that no candidate foresees
 LOOKED_AT = 1 << 22  # elements of an input, to see what it is
 FEW = 8  # values: of more a request makes others
 MANY = 16  # times as large a batch, where that is small all the same
+MANY_DRAWS = 64  # answers of a Model that draws random numbers
 
 
 Kind = tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], torch.Tensor]]
@@ -121,7 +122,7 @@ class Inputs:
         before = x.clone()
         if change is Inputs.other_integers:
             self.other_integers(x)
-        elif self.floating and not self.few:
+        elif self.floating and not self.few or change is reverse_middle and x.dim() > 1:
             change(x)
         if torch.equal(x, before):
             return False
@@ -248,6 +249,7 @@ REQUESTS = {
         Request("two calls in training mode", how=How.TRAIN, order=(0, 1), both_gates=True, **MAY_REFUSE),
         Request("called again with the same inputs", order=(0,) * 5, random=True),
         Request("called again with the same inputs in training mode", how=How.TRAIN, order=(0,) * 5, random=True),
+        *[Request("in training mode, where it draws", how=How.TRAIN, random=True)] * MANY_DRAWS,
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("inputs raised by 100", change=lambda x: x.add_(shiftable(x), alpha=100.0)),

@@ -423,7 +423,7 @@ class Contender:
             with torch.no_grad():
                 given = tree_map_only(torch.Tensor, torch.clone, inputs)
                 wait()
-                return tree_map_only(torch.Tensor, alike, module(*given))
+                return tree_map_only(torch.Tensor, lambda x: alike(x).requires_grad_(x.requires_grad), module(*given))
 
         first = [answer(inputs, wait=lambda: None) for inputs in sets]
         with ThreadPoolExecutor(len(sets)) as pool:
