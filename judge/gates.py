@@ -30,7 +30,9 @@ LEAST_VALUES = 1000  # of what is drawn at random: of fewer nothing is said
 ENOUGH_VALUES = 1 << 18  # no more answers are gathered
 DISTANCE = "mean square distance from the Model's"
 FEW_ROWS, MANY_ROWS_SHARE = 16, 0.6  # seen from few rows, a standard error may itself be far off
-STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
+# By so many the mean of what is drawn at random may differ from that of the Model's; from so many answers on, whose
+# means tell the error well, by so many.
+STANDARD_ERRORS, MANY_ANSWERS, STANDARD_ERRORS_OF_MANY = 10.0, 64, 6.0
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
 # Model rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16
@@ -164,9 +166,10 @@ def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
     for dim in range(drawn[0][0].dim()):
         figures[f"share of zeros beside a zero along dimension {dim}"] = partial(beside_zeros, dim)
     said = []
+    errors_allowed = STANDARD_ERRORS if len(drawn) < MANY_ANSWERS else STANDARD_ERRORS_OF_MANY
     for what, figure in figures.items():
         (mine, error), (theirs, other_error) = map(mean_of, zip(*(figure(*three) for three in drawn)))
-        spread = STANDARD_ERRORS * (error**2 + other_error**2) ** 0.5
+        spread = errors_allowed * (error**2 + other_error**2) ** 0.5
         more = mine - theirs
         if not (more if what == DISTANCE else abs(more)) <= spread + 1e-6 * abs(theirs):
             said.append(f"{name}: the {what} is {mine:.4g}, that of the Model's {theirs:.4g}")
@@ -196,7 +199,7 @@ def beside_zeros(dim: int, *three: torch.Tensor) -> list[torch.Tensor]:
 
 
 def mean_of(answers: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    """The mean of the finite values, and its standard error: of single values, or of rows where that is larger. No
+    """The mean of the finite values, and its standard error: of single values, of rows or of answers, the largest. No
     mean, and any error, where there are too few values."""
     answers = [x.masked_fill(~x.isfinite(), math.nan).reshape(len(x), -1) for x in answers if x.numel()]
     values = torch.cat([x.flatten() for x in answers]) if answers else torch.empty(0)
@@ -209,6 +212,8 @@ def mean_of(answers: tuple[torch.Tensor, ...]) -> tuple[float, float]:
     if len(rows) > 1 and answers[0].shape[1] > 1:
         share = 1.0 if len(rows) < FEW_ROWS else MANY_ROWS_SHARE
         error = torch.maximum(error, share * (rows.var() / len(rows)).sqrt())
+    if len(answers) >= FEW_ROWS:  # what is drawn once for all rows
+        error = torch.maximum(error, (torch.stack([x.nanmean() for x in answers]).var() / len(answers)).sqrt())
     return float(values.mean()), float(error)
 
 
