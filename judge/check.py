@@ -97,7 +97,8 @@ class Case:
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
-    drawn: dict[str, list] = field(default_factory=dict)  # at random, by name: the candidate's, two of the Model's
+    # At random, by name and whether in training mode: the candidate's, two of the Model's.
+    drawn: dict[tuple[str, bool], list] = field(default_factory=dict)
     sloped: set[bool] = field(default_factory=set)  # in which modes, training or not, slopes were looked at
     random: set[bool] = field(default_factory=set)  # in which modes the Model draws random numbers
     counts: bool = False  # the Model counts its calls in Python's numbers
@@ -415,6 +416,8 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
     must = request.both_gates and How.TRAIN not in request.how
+    if request.random and (How.TRAIN in request.how) not in case.random:
+        return
     if How.THREADS in request.how and any(REUSED in why for why in case.no_dropin):
         return
     if (
@@ -500,8 +503,6 @@ def put(case: Case, request: Request, must: bool) -> None:
         except (Rejected, KeyError):  # with --profile there is no eager
             return
     training = How.TRAIN in request.how
-    if request.random and training not in case.random:
-        return
     called = copy.deepcopy(model).train(training)  # a call may change what the module holds, as running means
     numbers = numbers_of(called)
     try:
@@ -650,12 +651,13 @@ def unlike(case: Case, request: Request, draw: Callable, model, name: str, eager
     if gates.are_close(new, eager, case.tolerance(eager), 1.0):
         return []
     other = case.plain(model, draw(), replace(request, seed=request.seed + 1))[name]
-    drawn = case.drawn.setdefault(name, [])
+    drawn = case.drawn.setdefault((name, How.TRAIN in request.how), [])
     drawn.append([x.double().reshape(x.shape or (1,)) for x in (new, eager, other)])
-    if len(drawn) < MANY_DRAWS and sum(values.numel() for values, *_ in drawn) < gates.ENOUGH_VALUES:
-        return []
-    del case.drawn[name]
-    return gates.unlike(name, drawn)
+    values = sum(each.numel() for each, *_ in drawn)
+    said = gates.unlike(name, drawn) if values >= gates.LEAST_VALUES else []
+    if len(drawn) >= MANY_DRAWS or values >= gates.ENOUGH_VALUES:
+        drawn.clear()
+    return said
 
 
 def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> None:
