@@ -5,7 +5,7 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-`ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_usual` (layers without hooks, an eps of at
+`ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_unchanged` (layers without hooks, an eps of at
 least 1e-6), `_is_light` and `fits`. Our kernels take:
 
     NVIDIA GPU      compute capability 7.5 or newer; float32, float16, bfloat16, autocast; with gradients or without
@@ -1980,7 +1980,7 @@ _METHODS = {  # what calling these layers runs, as PyTorch has it
 }
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def _is_unchanged(module: nn.Module, kind: type) -> bool:
     """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
     if type(module) is not kind:
         return False
@@ -2156,10 +2156,10 @@ def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
         return _functional(*(t.float() for t in tensors), groups, eps).to(dtype)
 
 
-def _are_usual(conv: nn.Module, norm: nn.Module) -> bool:
+def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
     """Whether the layers are as constructed, without hooks, and eps is 1e-6 or more: above the variance's rounding."""
-    plain = _is_plain(conv, nn.Conv2d) and _is_plain(norm, nn.GroupNorm) and norm.eps >= 1e-6
-    return plain and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
+    unchanged = _is_unchanged(conv, nn.Conv2d) and _is_unchanged(norm, nn.GroupNorm) and norm.eps >= 1e-6
+    return unchanged and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
 
 
 def _is_light(tensors: tuple) -> bool:
@@ -2199,7 +2199,7 @@ class ModelNew(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting():  # torch.jit.script compiles the Model's lines alone
             conv, norm = self.conv, self.group_norm
-            if _are_usual(conv, norm):
+            if _are_unchanged(conv, norm):
                 of_conv = _read(conv, "weight"), _read(conv, "bias")
                 of_norm = _read(norm, "weight"), _read(norm, "bias")
                 tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)

@@ -1066,7 +1066,7 @@ _METHODS = {  # what calling these layers runs, as PyTorch has it
 }
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def _is_unchanged(module: nn.Module, kind: type) -> bool:
     """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
     if type(module) is not kind:
         return False
@@ -1089,9 +1089,9 @@ def _exports_layers() -> bool:
 _exports_layers._dynamo_marked_constant = True
 
 
-def _is_ordinary(norm: nn.Module) -> bool:
+def _is_bare(norm: nn.Module) -> bool:
     """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches."""
-    if not _is_plain(norm, nn.InstanceNorm2d):
+    if not _is_unchanged(norm, nn.InstanceNorm2d):
         return False
     # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.
     p, b = norm._parameters, norm._buffers
@@ -1102,7 +1102,7 @@ def _is_ordinary(norm: nn.Module) -> bool:
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     """Whether our kernels compute norm(x): not if norm has hooks, and not in torch.func or forward-mode AD. They take a
     FakeTensor, too, because torch.export calls modules with one when it is not strict."""
-    if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor) or not _is_ordinary(norm):
+    if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor) or not _is_bare(norm):
         return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)

@@ -1103,7 +1103,7 @@ _METHODS = {  # what calling these layers runs, as PyTorch has it
 }
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def _is_unchanged(module: nn.Module, kind: type) -> bool:
     """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
     if type(module) is not kind:
         return False
@@ -1126,7 +1126,7 @@ _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.exp
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and dtype, with no autocast, transform or _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1175,10 +1175,10 @@ _BY_PIECES = {
 
 def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether linear(x) is x W^T + bias of ordinary matrices."""
-    if not isinstance(x, torch.Tensor) or not _is_plain(linear, nn.Linear) or x.dim() != 2:
+    if not isinstance(x, torch.Tensor) or not _is_unchanged(linear, nn.Linear) or x.dim() != 2:
         return False
     weight, bias = linear.weight, linear.bias
-    return _are_plain(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
+    return _are_plain_tensors(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
 _MOST = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
@@ -1202,7 +1202,7 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     launched soon."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
         return False
-    weight = linear.weight if _is_plain(linear, nn.Linear) else None
+    weight = linear.weight if _is_unchanged(linear, nn.Linear) else None
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return False
     return _is_large(x.shape[0], *weight.shape) and _is_layer(linear, x)
@@ -1238,9 +1238,9 @@ def _cancels(linear: nn.Module, x: torch.Tensor) -> bool:
     return (m * k < 64 or n < 64) and m * n * k <= 2**22
 
 
-def _is_ordinary(norm: nn.Module) -> bool:
+def _is_bare(norm: nn.Module) -> bool:
     """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches."""
-    if not _is_plain(norm, nn.InstanceNorm2d):
+    if not _is_unchanged(norm, nn.InstanceNorm2d):
         return False
     # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.
     p, b = norm._parameters, norm._buffers
@@ -1251,10 +1251,10 @@ def _is_ordinary(norm: nn.Module) -> bool:
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """What follows the linear layer, in the Model's lines.
 
-    An ordinary norm is called as a function: the module warns of its input's shape, which would break torch.compile's
+    A bare norm is called as a function: the module warns of its input's shape, which would break torch.compile's
     graph. On a CPU PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous: a hook copies it.
     """
-    if not isinstance(h, torch.Tensor) or not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
+    if not isinstance(h, torch.Tensor) or not _is_bare(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
@@ -1266,7 +1266,7 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
 
 def _fits(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operators may stand for the Model's lines from h on."""
-    if not _is_ordinary(norm) or not _are_plain(h, y) or h.dim() != 2 or h.shape != y.shape:
+    if not _is_bare(norm) or not _are_plain_tensors(h, y) or h.dim() != 2 or h.shape != y.shape:
         return False
     n = h.shape[1]
     return n % 8 == 0 and not (h.is_cpu and n in (8, 16))  # PyTorch is faster there
@@ -1360,7 +1360,7 @@ class ModelNew(nn.Module):
             tensors = x, linear.weight, linear.bias
             h = LinearByPieces.apply(*tensors) if _is_recorded(*tensors) else _operators.forward(*tensors)
             return _finish(norm, h, y, _truncation_of(x.shape[1]))
-        if (_is_upcast(linear, x) or _cancels(linear, x)) and _is_ordinary(norm) and _are_plain(x, y):
+        if (_is_upcast(linear, x) or _cancels(linear, x)) and _is_bare(norm) and _are_plain_tensors(x, y):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
             return _finish(norm, h, y.float()).to(x.dtype)
         return _finish(norm, linear(x), y)

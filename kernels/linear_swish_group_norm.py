@@ -1218,7 +1218,7 @@ _METHODS = {  # what calling these layers runs, as PyTorch has it
 }
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def _is_unchanged(module: nn.Module, kind: type) -> bool:
     """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
     if type(module) is not kind:
         return False
@@ -1241,7 +1241,7 @@ _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.exp
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and dtype, with no autocast, transform or _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1290,10 +1290,10 @@ _BY_PIECES = {
 
 def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether linear(x) is x W^T + bias of ordinary matrices."""
-    if not isinstance(x, torch.Tensor) or not _is_plain(linear, nn.Linear) or x.dim() != 2:
+    if not isinstance(x, torch.Tensor) or not _is_unchanged(linear, nn.Linear) or x.dim() != 2:
         return False
     weight, bias = linear.weight, linear.bias
-    return _are_plain(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
+    return _are_plain_tensors(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
 _MOST = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
@@ -1317,7 +1317,7 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     launched soon."""
     if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is not torch.float32 or x.dim() != 2:
         return False
-    weight = linear.weight if _is_plain(linear, nn.Linear) else None
+    weight = linear.weight if _is_unchanged(linear, nn.Linear) else None
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return False
     return _is_large(x.shape[0], *weight.shape) and _is_layer(linear, x)
@@ -1364,10 +1364,10 @@ def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch
 def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
     """Whether the operators may stand for the Model's lines from h on, if h has n features. Before h is computed, x may
     be given in its place: it has h's dtype, device and number of dimensions."""
-    if not _is_plain(norm, nn.GroupNorm) or norm.weight is None:
+    if not _is_unchanged(norm, nn.GroupNorm) or norm.weight is None:
         return False
     vectors, groups = (bias, norm.weight, norm.bias), norm.num_groups
-    if not _are_plain(h, *vectors) or h.dim() != 2 or any(v.dim() != 1 or v.shape[0] != n for v in vectors):
+    if not _are_plain_tensors(h, *vectors) or h.dim() != 2 or any(v.dim() != 1 or v.shape[0] != n for v in vectors):
         return False
     widths = (16, 32, 64, 128) if h.is_cpu else (8, 16, 32, 64, 128)  # on a CPU groups of 8 are slower than PyTorch's
     if n % groups != 0 or n // groups not in widths or n > _MOST:
@@ -1448,11 +1448,11 @@ class ModelNew(nn.Module):
         whole = fused or (torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda)
         if whole and _fits(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
-            others = norm.num_groups, norm.eps
+            settings = norm.num_groups, norm.eps
             if _is_recorded(*tensors) and x.shape[0] > 0:
-                return LinearSwishGroupNorm.apply(*tensors, *others, fused, _allows_tf32())
+                return LinearSwishGroupNorm.apply(*tensors, *settings, fused, _allows_tf32())
             if fused:
-                return _operators.forward(*tensors, *others, _allows_tf32(), False)[0]
+                return _operators.forward(*tensors, *settings, _allows_tf32(), False)[0]
         if _is_upcast(linear, x) and _fits(norm, bias, x, len(linear.weight)):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
             vectors = [t.float() for t in (bias, norm.weight, norm.bias)]

@@ -2134,7 +2134,7 @@ _METHODS = {  # what calling these layers runs, as PyTorch has it
 }
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def _is_unchanged(module: nn.Module, kind: type) -> bool:
     """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
     if type(module) is not kind:
         return False
@@ -2218,6 +2218,6 @@ class ModelNew(nn.Module):
         means of s and s^2 may be off by 144 * 2^-47 = 1.02e-12, and the variance, with the mean squared, by 3.1e-12. If
         eps is 1e-6 and a group's values are equal, rstd is then off by 1.5e-6 of itself.
         """
-        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:
+        if not _is_unchanged(conv, nn.Conv2d) or not _is_unchanged(norm, nn.GroupNorm) or norm.eps < 1e-6:
             return False
         return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)

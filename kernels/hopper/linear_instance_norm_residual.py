@@ -1648,7 +1648,7 @@ _METHODS = {  # what calling these layers runs, as PyTorch has it
 }
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def _is_unchanged(module: nn.Module, kind: type) -> bool:
     """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
     if type(module) is not kind:
         return False
@@ -1677,7 +1677,7 @@ _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.exp
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one Hopper GPU and dtype, with no autocast, transform, _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1736,9 +1736,9 @@ NAMESPACE = _load("hopper_linear_instance_norm_residual", "90a") if _HOPPERS els
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
-def _is_ordinary(norm: nn.Module) -> bool:
+def _is_bare(norm: nn.Module) -> bool:
     """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches."""
-    if not _is_plain(norm, nn.InstanceNorm2d):
+    if not _is_unchanged(norm, nn.InstanceNorm2d):
         return False
     # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.
     p, b = norm._parameters, norm._buffers
@@ -1753,11 +1753,11 @@ def _made_contiguous(grad: torch.Tensor | None) -> torch.Tensor | None:
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """What follows the linear layer, in the Model's lines.
 
-    An ordinary norm is called as a function: the module warns of its input's shape, which would break torch.compile's
+    A bare norm is called as a function: the module warns of its input's shape, which would break torch.compile's
     graph. On a CPU PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous, so a hook makes
     it contiguous.
     """
-    if not isinstance(h, torch.Tensor) or not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
+    if not isinstance(h, torch.Tensor) or not _is_bare(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
@@ -1769,7 +1769,7 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
 
 def _fits(tensors: tuple) -> bool:
     """Whether the operator may stand for the Model's lines. `tensors`: x, weight, bias and y."""
-    if not _are_plain(*tensors):
+    if not _are_plain_tensors(*tensors):
         return False
     x, weight, bias, y = tensors
     if x.dim() != 2 or weight.dim() != 2:
@@ -1804,7 +1804,7 @@ class ModelNew(nn.Module):
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         linear, norm = self.bmm, self.instance_norm
         tensors = None
-        if _is_plain(linear, nn.Linear) and _is_ordinary(norm):
+        if _is_unchanged(linear, nn.Linear) and _is_bare(norm):
             tensors = (x, _read(linear, "weight"), _read(linear, "bias"), y)
         if tensors is None or not _fits(tensors):
             return _finish_plainly(norm, linear(x), y)

@@ -1746,7 +1746,7 @@ _METHODS = {  # what calling these layers runs, as PyTorch has it
 }
 
 
-def _is_plain(module: nn.Module, kind: type) -> bool:
+def _is_unchanged(module: nn.Module, kind: type) -> bool:
     """Whether calling the module runs PyTorch's own methods of `kind` alone: no hooks, no tracing, no patches."""
     if type(module) is not kind:
         return False
@@ -1775,7 +1775,7 @@ _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.exp
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one Hopper GPU and dtype, with no autocast, transform, _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1844,7 +1844,7 @@ def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Te
 
 def _fits(tensors: tuple, groups: int) -> bool:
     """Whether the operator may stand for the Model's lines. `tensors`: x, weight and the four vectors."""
-    if not _are_plain(*tensors):
+    if not _are_plain_tensors(*tensors):
         return False
     x, weight, *vectors = tensors
     if x.dim() != 2 or weight.dim() != 2:
@@ -1880,7 +1880,7 @@ class ModelNew(nn.Module):
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, _read(self, "bias")
         tensors = None
-        if _is_plain(linear, nn.Linear) and _is_plain(norm, nn.GroupNorm):
+        if _is_unchanged(linear, nn.Linear) and _is_unchanged(norm, nn.GroupNorm):
             of_linear = (_read(linear, "weight"), _read(linear, "bias"))
             tensors = (x, *of_linear, bias, _read(norm, "weight"), _read(norm, "bias"))
         if tensors is None or not _fits(tensors, norm.num_groups):
