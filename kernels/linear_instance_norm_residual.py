@@ -1272,14 +1272,20 @@ def _fits(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
     return n % 8 == 0 and not (h.is_cpu and n in (8, 16))  # PyTorch is faster there
 
 
-def _finish(norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncated: float = 0) -> torch.Tensor:
-    """What follows the linear layer."""
+def _finish(
+    norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncated: float = 0, upcast: bool = False
+) -> torch.Tensor:
+    """What follows the linear layer. `upcast`: h and y are float32 and of 16 bits in the Model.
+
+    Then PyTorch's norm gets h without each row's first value. The mean of equal float32 values may be a rounding off
+    them, and where they are large, rstd times that is far from 0. Of 16-bit values PyTorch has the exact mean.
+    """
     if isinstance(h, torch.Tensor) and _fits(norm, h, y):
         if not _is_recorded(h, y):
             return _operators.finish(h, y, norm.eps)
         if h.is_cuda and h.numel() > 0:
             return RowNormResidual.apply(h, y, norm.eps, truncated)
-    return _finish_plainly(norm, h, y)
+    return _finish_plainly(norm, h - h[:, :1].detach() if upcast else h, y)
 
 
 def _truncation_of(k: int) -> float:
@@ -1362,5 +1368,5 @@ class ModelNew(nn.Module):
             return _finish(norm, h, y, _truncation_of(x.shape[1]))
         if (_is_upcast(linear, x) or _cancels(linear, x)) and _is_bare(norm) and _are_plain_tensors(x, y):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
-            return _finish(norm, h, y.float()).to(x.dtype)
+            return _finish(norm, h, y.float(), upcast=True).to(x.dtype)
         return _finish(norm, linear(x), y)

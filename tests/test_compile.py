@@ -7,7 +7,7 @@ import pytest
 import torch
 from accuracy import assert_same_form
 from cases import CASES, COMPILED, FIRST, LAYOUTS, PORTABLE, Recorder, build, converted, each, first_cases, solution
-from processes import run_python
+from processes import finish, start_python
 from test_linear_products import SMALLEST
 from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -194,12 +194,19 @@ AOT_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.pre
 @pytest.mark.parametrize("case", FIRST[1:2], ids=str)  # one is enough
 @torch.no_grad()
 def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_path):
-    _, new, inputs = build(case, device)
-    program = torch.export.export(new, tuple(inputs))
-    options = {"package_path": str(tmp_path / "package.pt2"), "inductor_configs": AOT_OPTIONS}
-    package = torch._inductor.aoti_compile_and_package(program, **options)
-    torch.save([(inputs, new(*inputs))], tmp_path / "check.pt")
-    run_python(AOT_SCRIPT, solution(case.stem).__file__, package, tmp_path / "check.pt", cwd=tmp_path)
+    model, new, inputs = build(case, device)
+
+    def run(module):
+        program = torch.export.export(module, tuple(inputs))
+        options = {"package_path": str(tmp_path / "package.pt2"), "inductor_configs": AOT_OPTIONS}
+        package = torch._inductor.aoti_compile_and_package(program, **options)
+        torch.save([(inputs, module(*inputs))], check := tmp_path / "check.pt")
+        return finish(start_python(AOT_SCRIPT, solution(case.stem).__file__, package, check, cwd=tmp_path))
+
+    code, _, err = run(new)
+    if code < 0 and run(model)[0] == code:
+        pytest.skip("this PyTorch crashes when it loads the Model's package, too")
+    assert code == 0, err
 
 
 @pytest.mark.gpu

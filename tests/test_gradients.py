@@ -5,7 +5,7 @@ On a CPU training is the plain path; what is tested there is that it is taken.
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, forward
+from accuracy import assert_as_accurate_as_eager, draws, forward, in_both
 from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, STEMS, Case, build, each, first_cases, in_float64, solution
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -107,6 +107,17 @@ def test_a_gradient_of_one_number_is_no_worse_than_eagers(dtype, device):
         errors.append([(gradients(module, inputs)["input 0"] - right).item() for module in (new, model)])
     ours, eagers = torch.tensor(errors).square().mean(0)
     assert ours <= eagers
+
+
+@pytest.mark.skipif("linear_instance_norm_residual" not in STEMS, reason="no such pair")
+@pytest.mark.parametrize("features", [32, 33])
+def test_sixteen_bits_of_huge_equal_values(features, device, monkeypatch):
+    """Their mean, computed in float32, may be a rounding off them, and rstd times that is far from 0."""
+    monkeypatch.setattr(solution("linear_instance_norm_residual"), "_WITHOUT_BF16", True)
+    case = Case("linear_instance_norm_residual", "equal features", (17, features), ((40, 17), (40, features)))
+    change = in_both(lambda module: module.bmm.weight.fill_(117248))
+    for run in (forward, gradients):
+        assert_as_accurate_as_eager(run, draws(case, device, torch.bfloat16, change))
 
 
 @first_cases
