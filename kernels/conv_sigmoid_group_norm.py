@@ -5,13 +5,14 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-`ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_unchanged` (layers without hooks, an eps of at
-least 1e-6), `_is_light` and `fits`. Our kernels take:
+`ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_unchanged` (layers without hooks, stride 1, no
+padding, eps >= 1e-6), `_is_light` and `fits`. Our kernels take x and W that are contiguous, and bias and scale of shape
+(out_channels, 1, 1):
 
     NVIDIA GPU      compute capability 7.5 or newer; float32, float16, bfloat16, autocast; with gradients or without
-    CPU, float32    without gradients; images of 128 pixels or more
-    CPU, 16 bits    without gradients; float16 or bfloat16, if the CPU has no instructions for it; computed in float32,
-                    but for the smallest images; under autocast if bias, gamma and beta are float32
+    CPU, float32    without gradients; images of 128 pixels or more (compiled or under autocast: any)
+    CPU, 16 bits    without gradients; a type for which the CPU has no instructions, computed in float32, unless the
+                    images are few and small; under autocast if bias, gamma and beta are float32
 
 PyTorch's operators do the rest, as fast as eager. If gradients are wanted on a CPU that has no instructions for x's
 16-bit type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
@@ -26,18 +27,18 @@ are much faster than float32 FMA instructions, our kernels convolve with tensor 
 other GPUs with FMA instructions. If gradients are wanted, the forward saves its input, the parameters, mean and rstd.
 The backward computes h again, or reads cuDNN's result again. Where our kernels convolve, they compute x's gradient,
 too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give
-the same bits each time; cuDNN's may not, and in float32 they use TF32 unless torch.backends.cudnn.allow_tf32 is False.
+the same bits each time; cuDNN's may not, and use TF32 for float32 unless torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
-takes, by `python harness.py conv_sigmoid_group_norm --backward` (in brackets: times as fast as eager, torch.compile;
-"compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
+takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as fast as
+eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
     float32                       1.165 ms (5.07x, 2.89x)     7.200 ms (2.57x, 1.89x)
     float32, compiled for 8.0     1.164 ms (5.07x)            7.188 ms (2.57x)
     bfloat16                      0.764 ms (6.98x, 3.63x)     4.426 ms (2.85x, 1.81x)
 
-Two cores of a CPU take 2.58 ms (3.17x, 1.61x) for the forward of 4 samples of 128 x 128 in float32.
+Two cores of a CPU take some 2.6 ms (3.17x, 1.61x; a disturbed run) for 4 samples of 128 x 128, forward in float32.
 """
 
 import contextlib
@@ -76,8 +77,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = h * scale, and its gradient dv/dz. To change it, edit (1) `activation` and (2)
 // `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) this file's
-// counterpart in hopper/. Importing this file compares 1 to 3; harness.py finds a forgotten 4 or 5. The activation of
-// NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN, so use comparisons, such as `v < 0 ? 0 : v`.
+// counterpart in hopper/. Importing this file compares 1 to 3 at 12 z and NaN; harness.py finds a forgotten 4 or 5. The
+// activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use comparisons, such as `v < 0 ? 0 : v`.
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -90,7 +91,7 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     return reciprocal;
 }
 // ACTIVATION: do not remove this marker and END. Python copies the text between them to CPP_SOURCE, for CPUs. There it
-// can call only CPP_SOURCE's own exp2_approx and reciprocal_approx, and <cmath>'s functions (fmaf, fminf, fabsf).
+// can call only CPP_SOURCE's own exp2_approx and reciprocal_approx, and <cmath>'s functions (fmaf, fabsf, expf).
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
 }
@@ -110,7 +111,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
-//           copy the stage's x and, unless they stay there, its weights to shared memory   (copy_x, load_weights)
+//           copy its x to shared memory; its weights too, unless those of all stages stay  (copy_x, load_weights)
 //           h += their products, in registers                                              (convolve_stage)
 //       add the bias and, in the forward, compute v; add up what the statistics need       (sum_values, sum_gradients)
 //       publish these sums: write them to global memory                                    (publish)
@@ -120,9 +121,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //       compute the output from the values in registers, and write it                      (write_values,
 //                                                                                           write_gradients)
 //
-// The gradient of x has no sums, and does not wait. The backward reads g a second time after the wait. So a block
-// writes its output once. It reads its part of x once, for all of its output channels, and with it the pixels around
-// the tile that the convolution needs.
+// The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h and v stay
+// in registers. A block writes its output once. It reads its part of x once, for all of its output channels, and with
+// it the pixels around the tile that the convolution needs.
 //
 //                forward                                 backward                                     gradient of x
 //   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
@@ -139,15 +140,16 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // there are many input channels, for which cuDNN is faster.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
-// least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on: by (2) each is
-// of another sample. It publishes a tile, then waits for that tile's sample. Let s be the first of the samples that
-// blocks wait for. A block that has not yet published its tile of s does not wait: its earlier tiles are of samples
-// before s. So it runs, by (1), and will publish that tile. If the grid has fewer blocks, or the cooperative launch is
-// refused, there are two launches: the first only publishes, the second repeats the convolution and makes the output.
+// least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
+// by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. Of all samples that blocks
+// wait for, let s be the first. A block with an unpublished tile of s has only tiles of earlier samples before it, and
+// nobody waits for those: by (1) it runs, and publishes the tile. If the grid has fewer blocks, or the cooperative
+// launch is refused, there are two launches: the first only publishes, the second repeats the convolution and makes the
+// output.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for one
-// only. Without tensor cores the gradient of x keeps two sets of sums in registers, see `convolve_stage`. With them, in
-// float32, a 3x3 convolution to at most 16 channels takes 86 KiB of shared memory per block, and 8.0 has 164 KiB.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for
+// one. Without tensor cores the gradient of x keeps two sets of sums, see `convolve_stage`. On 8.0, in float32, a 3x3
+// convolution to at most 16 channels takes 86 KiB of shared memory per block, of 164: so does the benchmark's dx.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -173,7 +175,7 @@ constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
 #ifdef __CUDA_ARCH__
 constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr bool kTensor = false;  // the host asks each kernel what it was compiled for. `Shared`'s size is the same
+constexpr bool kTensor = false;  // for the host: `launch` asks the kernel instead. sizeof(Shared) is the same
 #endif
 
 constexpr int kThreads = 256;                    // per block
@@ -190,7 +192,7 @@ constexpr int kPixels = kValues / kChannels;     // pixels per thread and channe
 constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
 constexpr int kChunk = 8;                        // pixels per load_pixels: the backward has no registers for 16
 constexpr int kMaxOuts = 32;                    // output channels of a tile, at most
-constexpr int kStage = 8;                        // input channels of a stage, at most
+constexpr int kStage = 8;                        // input channels of a stage, at most: two taps of 8 are mma's k, 16
 constexpr int kMaxTaps = 9;                     // of a 3x3 convolution; a tap is one position of its kernel
 constexpr int kMaxStages = 16;                   // stages whose weights stay in shared memory, at most
 constexpr int kColumns = 32;                     // pixel columns of a tile
@@ -216,12 +218,12 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* done;  // (samples, kCounterStride): tiles that have published; zeros before the launch
-    double2* partials;  // (samples, groups, parts, pixel_tiles): the published sums
+    double2* partials;  // (samples, groups, max_parts, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* grad;  // of T
     double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
-    int dh_type;  // 0 float, 1 half, 2 bfloat16: T but under autocast, where T is float and dh as PyTorch's
+    int dh_type;  // 0 float, 1 half, 2 bfloat16: T or, under autocast (T is float), the autocast type
     int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
     // Output channels of a tile; input channels of a stage, at most; rows of a tile; tiles side by side; tiles of a
     // sample's pixels, and of its channels: tiles = pixel_tiles * channel_tiles.
@@ -229,7 +231,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int outs_log2;  // outs = 2^outs_log2: shifts, where a division would take longer
     int lines;  // of each channel of x in shared memory
     int tiles, all_tiles;  // tiles of a sample, of all samples
-    int max_parts;  // channel tiles that have channels of the same group, at most
+    int max_parts;  // channel tiles that share a group, at most. A part is what one of them has of it
     int x_floats;  // of shared memory for a stage's x, or for the row buffer in which write_rows arranges the output
     int weight_floats;  // of shared memory for a stage's weights
     int stages;
@@ -268,7 +270,7 @@ __device__ __forceinline__ float normalise(float v, const Epilogue& epilogue) { 
 }
 
 struct Shared {
-    double sums[2][kWarps][16];  // two sums of each channel of a warp, less the anchors' part, see sums_of_channel
+    double sums[2][kWarps][16];  // two sums of each channel of a warp, as sums_of_channel reads them
     float anchors[kWarps][16];  // of each channel of a warp, see sum_values; 0 in the backward
     double2 channels[kMaxOuts];  // sums of each channel of the tile, in `publish`
     Epilogue epilogue[kMaxOuts];
@@ -384,15 +386,16 @@ __device__ __forceinline__ void store_pixels(
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So receive_x first scales x: it multiplies the x of each stage of a
 // tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
-// each stage's weights. x's unit and the weights' unit are the inverses of these powers; `unit` is the product of both.
-// So x w is `unit` times the product of the scaled x and the scaled w.
+// each stage's weights. x's unit and the weights' unit are the inverses of these powers. In `multiply` and behind it,
+// `unit` is the product of both: x w is `unit` times the product of the scaled x and the scaled w.
 //
-// A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22,
-// rounding each lo 2^-23. (Rounding to float32 costs up to 2^-24. For random numbers the median of this error is
-// 2^-25.) The other is absolute. lo is a multiple of 2^-24, so it is wrong by up to 2^-25, which is more than 2^-23 of
-// a scaled number below 2^-2. The other factor is below 2^14. So the product is wrong by up to 2^-11, and a stage of 8
-// channels and 9 taps adds to h an error of at most 72 * 2^-11 < 0.04 times `unit`; for random numbers at most about
-// 0.001 times `unit`. Where this might change z, `recompute_in_float` computes h again.
+// A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
+// each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. (Rounding a product to float32 costs up to 2^-24.
+// For random numbers the median of this relative error is 2^-25.) The other is absolute. lo is a multiple of 2^-24, so
+// it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other factor is below 2^14.
+// So the product is wrong by up to 2^-11, and a stage of 8 channels and 9 taps adds to h an error of at most 72 * 2^-11
+// < 0.04 times `unit`; with random numbers at most about 0.001 times `unit`. Where this might change z,
+// `recompute_in_float` computes h again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
     return min(p.stage_channels, p.in_channels - first_in);
@@ -442,6 +445,7 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
             if (channel >= channels) break;
             const T* const source = inside ? image + channel * plane + row * p.width + image_column : image;
             T* const target = to + (channel * p.lines + line) * kPitch + column;
+            // The last argument is how many of the bytes are zeros instead.
             if constexpr (kBytes >= 4) __pipeline_memcpy_async(target, source, kBytes, inside ? 0 : kBytes);
             else *target = inside ? *source : from_float<T>(0.0f);
         }
@@ -564,8 +568,8 @@ __device__ __forceinline__ float load_weights(
     float unit = 1;
     if constexpr (kTensor) {
         const int tap_pairs = (taps + 1) / 2, pairs = p.outs / 16 * tap_pairs * 128;
-        // Pair i is one 32-bit register of mma's operand A: two weights, k = 0 and 1. The weights of two taps and 16
-        // output channels are 128 such registers: 4 in each of 32 lanes. `multiply` describes the layout.
+        // Pair i is register i % 4 of lane i / 4 % 32 of mma's operand A, see `multiply`. i / 128 counts pairs of taps,
+        // then groups of 16 output channels. The register has two weights, of input channels lane % 4 * 2 + k.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % tap_pairs * 2 + i / 2 % 2;
             const int o = channel + i / 128 / tap_pairs * 16 + i % 2 * 8 + lane / 4;
@@ -735,10 +739,10 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 //   two), and an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around
 //   dh is NaN. This function multiplies nothing outside x, and no tap that does not exist.
 // - `unit`, the largest of the tile's stages, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with
-//   tensor cores. At this limit a stage's error in h, of at most 0.04 `unit` (see Pieces), makes an error of z = h
-//   scale of at most 2^-23 (for random numbers 2^-29), whatever the activation. float32 itself rounds a z of 1 by
-//   up to 2^-24. Above the limit the largest |x|, times the largest |weight|, times |scale| if that is above 1, exceeds
-//   2^26 kUnitLimit = 2^7. A usual network's products are far smaller.
+//   tensor cores. At this limit each stage, of at most four, makes an error of h of at most 0.04 `unit` (see Pieces),
+//   and so of z = h scale of at most 2^-23 (with random numbers 2^-29). float32 itself rounds a z of 1 by up to 2^-24.
+//   Above the limit the largest |x|, times the largest |weight|, times |scale| if that is above 1, exceeds 2^26
+//   kUnitLimit = 2^7. A usual network's products are far smaller.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnitLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
@@ -777,7 +781,7 @@ __device__ __forceinline__ void recompute_in_float(
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             if (!(pixels.valid >> i & 1)) continue;
-            // offset(i, 2^16) is 2^16 times the row of pixel i, plus its column, both from the thread's first pixel on.
+            // As if rows were 2^16 apart: the quotient is the pixel's row in the thread, the remainder its column.
             const unsigned pixel_row = row + pixels.offset(i, 1 << 16) / (1 << 16);
             const unsigned pixel_column = column + pixels.offset(i, 1 << 16) % (1 << 16);
             if (padded && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
@@ -803,7 +807,8 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
         weights += fragment.channel;
         if constexpr (DIRECTION == kInputGradient) {
             // dh often has 32 channels or more. 32 channels make 288 products. Added up in one running sum, they have
-            // twice the rounding error that they have if each stage is summed first, and its sum added.
+            // twice the rounding error that they have if each stage is summed first, and its sum added. (The forward
+            // of up to 32 channels has no registers for a second set of sums.)
             float sum[kChannels][kPixels] = {};
             accumulate<3>(p, x, weights, channels, sum);  // PyTorch computes the dx of other kernels than 3x3
 #pragma unroll
@@ -1019,9 +1024,9 @@ __device__ __forceinline__ void sum_values(float (&v)[kChannels][kPixels], const
 #pragma unroll
     for (int o = 0; o < kChannels; ++o) {
         // The anchor is the median of three pixels: the first lane's first pixel, one of its fourth row, and the pixel
-        // four columns to the right of the first. No two of them depend on the same pixel of x, so a huge x, which
-        // saturates v near it, does not make the anchor an outlier. If the second or the third is outside the output,
-        // the anchor is the first. If that is outside too, sums_of_channel omits this warp.
+        // four columns to the right of the first. In a 3x3 convolution no two depend on the same pixel of x, so a huge
+        // x, which saturates v near it, does not make the anchor an outlier. If the second or the third is outside the
+        // output, the anchor is the first. If that is outside too, sums_of_channel omits this warp.
         const float first = v[o][0];
         const float right = __shfl_sync(~0u, first, kSecond, kChannelLanes);
         const float second = three ? right : first;
@@ -1138,8 +1143,8 @@ template <typename T, typename F> __device__ __forceinline__ void with_dh(const 
     else if (p.dh_type == 1) use(static_cast<__half*>(p.out));
     else use(static_cast<__nv_bfloat16*>(p.out));
 }
-// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. Adds up dz / rstd and dz h /
-// rstd: the variables `dv` and `dz` lack the factor rstd.
+// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. The variables `dv` and `dz`
+// lack the factor rstd, and so do the sums that it adds up, of dz and of dz h.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
     const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared) {
@@ -1356,7 +1361,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     RETURN_ERROR_OF(cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
     cudaFuncAttributes attributes;
     RETURN_ERROR_OF(cudaFuncGetAttributes(&attributes, kernel));
-    const bool tensor = uses_tensor_cores(attributes.ptxVersion);
+    const bool tensor = uses_tensor_cores(attributes.ptxVersion);  // __CUDA_ARCH__ / 10: 80 where 9.0 runs 8.0's PTX
     // Sets stage_channels, x_floats and weight_floats. Returns the bytes of dynamic memory with one stage's weights.
     const auto bytes_of = [&](int stage_channels) {
         p.stage_channels = stage_channels;
@@ -1367,9 +1372,10 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
     };
     int bytes = bytes_of(tensor ? kStage : std::clamp(p.in_channels, 1, kStage));
-    const auto fits = [&](int bytes) {  // kBlocks blocks on a multiprocessor. CUDA reserves 1 KiB of each block's
+    const auto fits = [&](int bytes) {  // kBlocks blocks, in a multiprocessor that reserves 1 KiB for each of them
         return kBlocks * (bytes + int(sizeof(Shared)) + 1024) <= sm_bytes;
     };
+    // Two blocks do not fit: smaller stages.
     while (!tensor && p.stage_channels > 1 && !fits(bytes)) bytes = bytes_of(p.stage_channels / 2);
     p.stages = (p.in_channels + p.stage_channels - 1) / p.stage_channels;
     const int more = 4 * p.weight_floats * (p.stages - 1);
@@ -1385,9 +1391,9 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.tiles) {
-        // A grid of whole samples, if that leaves out at most 1/8 of the blocks. In any other grid a sample may have
-        // tiles that blocks compute first and tiles that blocks compute second. Then the blocks of the former wait
-        // until the latter are computed, and the kernel takes 1.03 times as long.
+        // In a grid of whole samples all tiles of a sample are computed in the same round. In any other grid some may
+        // be in one round and the rest in the next: then blocks of the first wait for the second, and the kernel takes
+        // 1.03 times as long. So the grid is of whole samples, if that leaves out at most 1/8 of the blocks.
         const int whole = grid / p.tiles * p.tiles;
         if (8 * whole >= 7 * grid) grid = whole;
         p.mode = kFused;
@@ -1886,8 +1892,10 @@ TORCH_LIBRARY(NAMESPACE, m) {
 
 
 # The text between the markers begins with the rest of the first marker's line, which the `//` makes a comment again.
-_activation = CUDA_SOURCE.partition("// ACTIVATION")[2].partition("// END")[0]
-CPP_SOURCE += f"namespace {{ //{_activation.replace('__device__ __forceinline__', 'inline')} }}"
+_before, _, _activation = CUDA_SOURCE.partition("// ACTIVATION")
+_activation = _activation.partition("// END")[0].replace("__device__ __forceinline__", "inline")
+CPP_SOURCE += f'#line {_before.count(chr(10)) - 1} "CUDA_SOURCE in conv_sigmoid_group_norm.py"\n'  # of compile errors
+CPP_SOURCE += f"namespace {{ //{_activation} }}"
 
 
 def _is_whole(library: pathlib.Path) -> bool:
@@ -2012,7 +2020,7 @@ def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch
 def _check_activation() -> None:
     """Raise an error unless `activation` is `_activate`, at NaN too, and its gradient is the difference quotient."""
     activation = getattr(torch.ops, NAMESPACE).activation
-    z = torch.tensor([-4.3, -3.4, -2.9, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 4.1, 5.2], dtype=torch.float64, device="cpu")
+    z = torch.tensor([-30, -4.3, -3.4, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 5.2, 8, 30], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
     found = z.new_tensor([activation(one) for one in z.tolist()])
     differ = (found - torch.stack([v, (above - below) / 2e-3], 1)).abs().amax(1)
