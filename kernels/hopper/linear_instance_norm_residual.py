@@ -9,17 +9,18 @@ The Model's unsqueezes make of each row an image of one channel and 1 x F pixels
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-There are two paths, and `_fits` chooses one. The fast path is the operator below. It takes plain 2-D tensors of
-float32, float16 or bfloat16; F a multiple of 8 and with gradients at most 8192, products of at least 2^30
-multiplications (`_product_fits`); no hooks, autocast or transforms. Float32 products run on the fp16 tensor cores: as
-three products with the accuracy of float32 or, where TF32 is allowed, as one. Those of 16-bit types are cuBLAS's. The
-plain path is the Model's own layers. Read the table of roles first, then Range, then `sum_products`.
+There are two paths, and ModelNew._run chooses one. The fast path is the operator below. It takes plain 2-D tensors of
+float32, float16 or bfloat16; y of h's shape; F a multiple of 8 and with gradients at most 8192; products of at least
+2^30 multiplications, each size at least 128, rows of whole 16 bytes (`_product_fits`); no hooks, autocast or
+transforms. Float32 products run on the fp16 tensor cores: as three products with the accuracy of float32 or, where TF32
+is allowed, as one. Those of 16-bit types are cuBLAS's. The plain path is the Model's own layers. Read the table of
+roles first, then Range, then `sum_products`.
 
 At the benchmark shape, 1024 x 8192 to 8192, the product is 137 GFLOP, done three times in fp16: 0.55 ms at 750 TFLOP/s,
 about cuBLAS's rate in fp16. Before it, split_rows reads 0.3 GB of x and W and writes 0.3 GB of pieces. `python
 harness.py hopper/linear_instance_norm_residual --backward`, H200: 0.70 ms, 3.98x eager; with backward 2.12 ms, 3.87x;
-in bfloat16 0.188 and 0.595 ms, 1.25x and 1.16x; where TF32 is allowed 0.333 and 1.05 ms, 1.28x and 1.41x. (With
-`--profile FOLDER` the harness lists the kernels by time.)
+in bfloat16 (`--dtype bfloat16`) 0.188 and 0.595 ms, 1.25x and 1.16x; where TF32 is allowed (`--precision high`) 0.333
+and 1.05 ms, 1.28x and 1.41x. (With `--profile FOLDER` the harness lists the kernels by time.)
 """
 
 import contextlib
@@ -126,10 +127,15 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     warpgroup   role        waits for    does                                                           signals
 //     3           producer    empty[s]     one thread starts TMA copies to stage s: a line of each row    full[s]
-//     0 and 1     consumers   full[s]      each multiplies the line for half of the tile's rows of x      empty[s]
+//     0 and 1     consumers   full[s]      each multiplies the lines of its half of x's rows by W's       empty[s]
 //                             taken[t]     each stores its sums, 64 x 64 at a time, to slot t             ready[t]
 //     2           finisher    ready[t]     loads the sums of slot t to registers                          taken[t]
 //                                          multiplies them by the inverse scales, stores the epilogue's output
+//
+//     time ->      tile i                             tile i + gridDim.x
+//     producer     loads | loads | loads | ...        loads | loads | ...     up to kStages ahead of the consumers
+//     consumers    multiply .............. | to slots | multiply ............
+//     finisher     epilogue of the tile before        | epilogue of tile i, slot by slot
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another, where
 // ready and taken are what full and empty are for stages. Consumers 0 and 1 fill slots in turns, and the finisher
@@ -141,8 +147,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
 // Range. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
-//   - A scaled value is "coarse" if 2^-25 is more than the error that its pieces have anyway: below 2^-2 with hi and
-//     lo, which err by up to 2^-23 of the value, and below 2^-14 with hi alone, which errs by up to 2^-11 of the value.
+//   - A scaled value other than 0 is "coarse" if 2^-25 is more than the usual error of its pieces: below 2^-2 with hi
+//     and lo, which err by up to 2^-23 of the value, and below 2^-14 with hi alone, which errs by up to 2^-11 of it.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If |sum| is c * 2^14 or
@@ -202,7 +208,7 @@ static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, f
     "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. Times the inverse scale of
 // their row, up to 2^60, they are finite. Times the column's, too, only an h overflows that would in any case. A row
-// with a larger inverse scale has infinite doubt, so that multiply_rows computes all its sums.
+// with a larger inverse scale has infinite doubt, so that the finisher computes all its sums again (multiply_rows).
 constexpr float kLargestUnscale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -399,7 +405,8 @@ template <class Scheme> struct MultiplyShared {
 };
 // A place in a ring of COUNT, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier of a place
 // completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new mbarrier counts
-// as 1. Who reads a place waits for `phase`, who fills it for phase ^ 1: in the first round that returns at once.
+// as 1. Whoever reads a place waits for `phase`, whoever fills it for phase ^ 1: in the first round that returns at
+// once.
 template <int COUNT> struct Ring {
     int place = 0, phase = 0;
     __device__ __forceinline__ void advance(int by = 1) {
@@ -458,8 +465,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //     ...
 //
 // MN-major: the values of one k, for all rows, are neighbours in device memory. In dX = G W, for example, the sum goes
-// over W's rows: k counts them, and W's columns are the "rows" here. There every 32 numbers of one k and one piece are
-// a strip: 64 bytes. TMA writes strip after strip to the stage, and within a strip k after k, with the 64-byte swizzle.
+// over W's rows: k counts them, and W's columns are the "rows" here. A strip is 32 neighbouring columns of that
+// matrix, of one piece, at every k: 64 bytes a k. TMA writes strip after strip to the stage, with the 64-byte swizzle.
 // (With the 128-byte swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
 //
 //     in device memory, for each k:    | hi of rows 0-31 | lo of rows 0-31 | hi of rows 32-63 | lo of rows 32-63 | ...
@@ -665,6 +672,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
         }
     }
 }
+// An Epilogue has the sizes of the output, m and n; load(corner), which loads what a lane needs before it waits for its
+// sums; and finish(sums, corner, loaded), which makes outputs of the lane's 4 x 8 sums and stores them.
 template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
     constexpr int kStep = kNeighbours<typename Scheme::SlotValue>;
@@ -721,7 +730,7 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
 #endif
 }
-// Stores a thread's 4 x 8 values of a slot (see load_sums). n values take a multiple of 16 bytes.
+// Stores a thread's 4 x 8 values of a slot (see load_sums). n * sizeof(T) must be a multiple of 16.
 template <typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
     constexpr int V = kNeighbours<T>;
@@ -778,7 +787,7 @@ template <typename T> struct LinearProduct {
         }
     }
     __device__ __forceinline__ void unscale_floats(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        unsigned doubtful = 0;  // bit 8 r + i is set if the sum v[r][i] is doubtful
+        unsigned doubtful = 0;  // bit i is set if the sum v[i / 8][i % 8] is doubtful
         float least = INFINITY, row_doubt = -INFINITY, column_doubt = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -855,8 +864,8 @@ template <class Scheme> static Matrix matrix_of_pieces(const void* values, int64
 // TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
 //     K-major    coordinates: number in the row, row, 0           a box: the line of 128 rows
 //     MN-major   coordinates: number in the strip, row, strip     a box: kLineK rows, by four strips of each piece
-// A strip is 32 numbers, 64 bytes, of a row. In MN-major the matrix has a row for each index of K, and four strips of a
-// piece are 128 rows of the tile (see tile_descriptor).
+// A strip is 32 columns of the matrix: 64 bytes of each row. In MN-major the matrix has a row for each index of K, and
+// four strips of a piece are 128 rows of the tile (see tile_descriptor).
 template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
@@ -943,32 +952,38 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // and a scale that changes from one term to the next cannot be divided out of a sum. So at each index of the summed
 // dimension one operand is multiplied by a power of two, and the other by its inverse, times one scale for all indices:
 //
-//     G's row i       is multiplied by 2^a_i, which brings its largest value to [2^14, 2^15)
-//     x's row i       is multiplied by 2^-a_i and one scale for all of x
-//     W's row j       is multiplied by one scale for all of W and by 2^-b_j, where b_j is from -12 to 0: it is not 0
+//     G's row i       is multiplied by 2^r_i, which brings its largest value to [2^14, 2^15)
+//     x's row i       is multiplied by 2^-r_i and one scale for all of x
+//     W's row j       is multiplied by one scale for all of W and by 2^-c_j, where c_j is from -12 to 0: it is not 0
 //                     if the row's largest value is more than 12 powers of two below W's largest
-//     G's column j    is multiplied by 2^b_j
+//     G's column j    is multiplied by 2^c_j
 //
-// In dX the b_j cancel, and row i is divided by 2^a_i and W's scale. In dW the a_i cancel, and row j, which is of G's
-// column j, is divided by 2^b_j and x's scale.
+//     dX_ik = 2^-(r_i + s_W)  sum over j of  (2^(r_i + c_j) G_ij)  (2^(s_W - c_j) W_jk)          c_j cancels
+//     dW_jk = 2^-(c_j + s_x)  sum over i of  (2^(r_i + c_j) G_ij)  (2^(s_x - r_i) x_ik)          r_i cancels
+//
+// 2^s_W is the one scale for all of W, 2^s_x that for all of x. G's pieces are the same in both.
 //
 // Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Range), and the largest is 2^14 or
 // more. So full precision spans 16 powers of two. A row of W whose largest value is 2^-12 of W's largest has 4 of them
 // left. A smaller row is multiplied by up to 2^12 more, so that a row of 2^-24 has 4 left, too. G's column is divided
 // by as much, which leaves 16 - 12 = 4 there. So W's values down to 2^-28 of the largest are multiplied as exactly as
 // the largest. With a feature whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error
-// without the b_j, and 0.4 times with them. Errors of dX are small beside the norm of their row, and errors of dW
-// beside the norm of all of dW.
+// without the c_j, and 0.4 times with them. Errors of dX are small beside the norm of their row, and errors of dW
+// beside the norm of all of dW. So the backward has no doubts, and computes nothing again.
+//
+//     largest value of W's row j, of W's largest:    1         2^-12     2^-24     2^-28 (one value of that row)
+//     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
+//     G's column j, scaled by 2^c_j, from 2^14:      2^14      2^14      2^2       (full precision down to 2^-2)
 constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
     const RowScale* forward;  // the forward's: of W's n rows, then of x's m rows
-    int *columns, *rows;  // b_j and a_i
-    // Two words of note_exponent. smallest_w: for the exponents of W's rows. smallest_x: for a_i + the exponent of x's
+    int *columns, *rows;  // c_j and r_i
+    // Two words of note_exponent. smallest_w: for the exponents of W's rows. smallest_x: for r_i + the exponent of x's
     // row i, where G's row is not 0.
     int *smallest_w, *smallest_x;
 };
-// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
+// Runs after G is split. A thread finds c_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 // (gridDim.y is 64. So with 256 threads a block, 8192 columns make 2048 blocks, enough for all multiprocessors.)
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -1193,8 +1208,8 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
         if (first_column + i >= padded) continue;
         store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
-    // With each of G's first rows the block notes the exponents of blockDim.x rows of W. G has 128 rows or more, and W
-    // at most 16 * blockDim.x.
+    // Notes W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 * blockDim.x
+    // rows, so G's first 16 rows cover it, and G has 128 or more.
     const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
     if (j < n) note_exponent(to.smallest_w, to.forward[j].exponent());
     if (threadIdx.x > 0) return;
@@ -1206,7 +1221,7 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
 // For float32: the gradients of y and of h (see finish_rows). The backward's launches are
 //
 //     row_gradients                     stores G as pieces to `to`, and each block's part of its sum to partials[block]
-//     scale_columns                     finds b_j and scales G's columns by 2^b_j
+//     scale_columns                     finds c_j and scales G's columns by 2^c_j
 //     ATen's sum over the blocks' partials: the bias's gradient
 //     split_rows, then multiply         for dX, with W
 //     split_rows, then multiply         for dW, with x

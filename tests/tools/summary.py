@@ -20,13 +20,10 @@ sys.path.insert(0, str(ROOT))
 from judge import show
 from judge.source import discover
 
-MACHINES = {  # of results/, the first one that has a record is shown first
-    "h100": "H100",
-    "h200": "H200",
-    "h100_as_8.0": "H100, compiled for 8.0",
-    "h200_as_8.0": "H200, compiled for 8.0",
-    "cpu": "CPU",
-}
+# The folders of results/, of which the first one that has a record is shown first: `h200_as_8.0` ran what an A100 runs.
+FOLDERS = [path.name for path in (ROOT / "results").iterdir() if path.is_dir() and path.name != "sweep"]
+FOLDERS.sort(key=lambda name: (name == "cpu", "_as_" in name, name))
+MACHINES = {name: name.upper().replace("_AS_", ", compiled for ") for name in FOLDERS}
 DIRECTIONS = {
     "forward": "forward",
     "forward_recorded": "forward, gradients recorded",
