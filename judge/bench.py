@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -99,7 +100,7 @@ class Ring:
         self.seeds, self.draws, self.fresh = [], [], []
         self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
         self.old = old if self.keeps else []
-        self.varies = False  # whether inputs that are the same in all draws are other integers in each timed call
+        self.varies = set()  # which inputs, the same in all draws, are other integers in each timed call
         self.varies = self.can_vary()
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {"new": [], "eager": []}  # the answers that are looked at in the end
@@ -127,26 +128,27 @@ class Ring:
     def draw(self, seed: int, factor: float) -> list:
         """Inputs that are scaled, in case a file ignores seeds; other integers, where all draws are the same."""
         drawn = self.case.inputs(seed)
-        for x, known in zip(tensors_of(drawn), self.case.inputs_are):
+        for i, (x, known) in enumerate(zip(tensors_of(drawn), self.case.inputs_are)):
             if known.free() and x.numel():
                 x.mul_(factor)
-            elif self.varies:
+            elif i in self.varies:
                 reseed(seed)
                 known.changed(x, Inputs.other_integers)
         return drawn
 
-    def can_vary(self) -> bool:
-        """Whether inputs that are the same in all draws may be others: the Model takes them."""
-        if not self.keeps or any(known.free() for known in self.case.inputs_are):
-            return False
-        if not all(map(same_bits, *(tensors_of(self.case.inputs(seed)) for seed in (0, 1)))):
-            return False
-        self.varies, shapes = True, [x.shape for x in self.answers]
+    def can_vary(self) -> set[int]:
+        """Which inputs that are the same in all draws may be others: if the Model takes them."""
+        if not self.keeps:
+            return set()
+        pairs = enumerate(zip(*(tensors_of(self.case.inputs(seed)) for seed in (0, 1))))
+        self.varies = {i for i, pair in pairs if same_bits(*pair) and not self.case.inputs_are[i].free()}
+        shapes = [x.shape for x in self.answers]
         with contextlib.suppress(Rejected), of_the_model(self.case.precision):
-            others = (self.draw(seed, 1.0) for seed in range(TRIED))
+            others = (self.draw(seed, 1.0) for seed in range(TRIED * bool(self.varies)))
             answers = [self.case.answers(copy.deepcopy(self.case.model), [each], self.request) for each in others]
-            return all([x.shape for x in found.tensors().values()] == shapes for (found,) in answers)
-        return False
+            if all([x.shape for x in found.tensors().values()] == shapes for (found,) in answers):
+                return self.varies
+        return set()
 
     def given(self, i: int) -> tuple[list, list]:
         """The inputs of a call and the gradients that come in."""
@@ -247,7 +249,9 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
                 worker.ask("rest")
     mine = rank_of(case.workers["new"].pid)[:2] if "new" in case.workers else RANK[:2]  # it may bind itself to cores
     others = [os.getpid(), *(worker.pid for name, worker in case.workers.items() if name != "new")]
-    if mine != RANK[:2] or any(rank_of(pid) != RANK for pid in others):
+    if case.device == "cpu":  # all their threads
+        others = [int(path.name) for pid in others for path in Path(f"/proc/{pid}/task").glob("*")]
+    if mine != RANK[:2] or any(rank_of(each) != RANK for each in others):
         raise Rejected("changes the priority or the cores of a process")
     for name, x in case.model.state_dict().items():
         if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):

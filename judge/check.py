@@ -18,13 +18,14 @@ from math import inf, nan
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_any, tree_map, tree_map_only
+from torch.utils._pytree import tree_any, tree_leaves, tree_map, tree_map_only
 
 from judge import gates, switches
 from judge.answers import (
     OF_A_LEAF,
     RANDOM,
     REUSED,
+    SHARED,
     Answer,
     How,
     Own,
@@ -43,6 +44,8 @@ SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
 LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no larger inputs and answer
 SMALL = 0.01  # of the largest value of an output: by so much, at most, a small one may be off, besides the gates
+LEAST_SCALE = 1e-3  # of gradients: what is much smaller than 1 may be what is left of larger numbers
+FAR_OFF = 30.0  # times the tolerance: gradients that are seen without float64's
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
 EMPTY = re.compile(r"shape \[(\d+, )*0[,\]]")  # in a form: of a tensor without elements
@@ -101,7 +104,8 @@ class Case:
     drawn: dict[tuple[str, bool], list] = field(default_factory=dict)
     sloped: set[bool] = field(default_factory=set)  # in which modes, training or not, slopes were looked at
     random: set[bool] = field(default_factory=set)  # in which modes the Model draws random numbers
-    counts: bool = False  # the Model counts its calls in Python's numbers
+    infinite: bool = False  # the Model's answer to ordinary inputs has infinities or NaN, as masked scores have
+    keeps: bool = False  # a call changes what the Model keeps beside its state_dict, as a number that counts calls
 
     @property
     def unmatched(self) -> bool:
@@ -214,15 +218,33 @@ class Case:
 def scale_of(case: Case, request: Request, name: str, x: torch.Tensor) -> float:
     """Gate 1's. Gate 2 sees that an output of small numbers is right; where it is not asked, gate 1 is to see them."""
     scale, usual, tolerance = gates.scale_of(name, x), case.errors.get(name), case.tolerance(x)
-    if request.both_gates or usual is None or not tolerance:
+    if request.both_gates or not tolerance:
         return scale
-    return min(scale, SMALL * float(usual.most[2]) / tolerance)
+    if usual is not None:
+        return min(scale, SMALL * float(usual.most[2]) / tolerance)
+    if not name.startswith("gradient of") or How.TWICE in request.how or not x.numel():
+        return scale
+    return min(scale, max(LEAST_SCALE, SMALL * float(gates.size(gates.as_numbers(x)).max()) / tolerance))
 
 
-def numbers_of(module: torch.nn.Module) -> list[dict]:
-    """What its modules keep as numbers of Python's."""
-    kept = (vars(each).items() for each in module.modules())
-    return [{name: x for name, x in each if type(x) in (int, float) and name != "training"} for each in kept]
+def kept_by(module: torch.nn.Module) -> list:
+    """What its modules keep beside their state_dict: numbers, tensors and lists of them, buffers that are not saved."""
+    own = vars(torch.nn.Module()).keys()
+    kept = [{name: x for name, x in vars(each).items() if name not in own} for each in module.modules()]
+    kept += [[each._buffers[name] for name in sorted(each._non_persistent_buffers_set)] for each in module.modules()]
+    leaves = [x for x in tree_leaves(kept) if isinstance(x, (bool, int, float, torch.Tensor))]
+    return [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+def is_kept(before: list, now: list) -> bool:
+    def same(old, new) -> bool:
+        return type(old) is type(new) and (same_bits(old, new) if isinstance(old, torch.Tensor) else old == new)
+
+    return len(before) == len(now) and all(map(same, before, now))
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    return bool(gates.as_numbers(x).isfinite().all())
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
@@ -320,10 +342,11 @@ def comparable(case: Case) -> None:
     for name, leaf in first.leaves.items():
         known = isinstance(leaf, (torch.Tensor, int, complex, str, type(None)))
         if not known or isinstance(leaf, torch.Tensor) and (leaf.is_quantized or leaf.is_meta):
-            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            kind = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise Rejected(f"the Model itself gives {name} as {kind}, which the judge cannot compare")
         if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
             raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
+    case.infinite = not all(map(is_finite, first.tensors().values()))
     case.constant = all(same_bits(x, other.leaves[name]) for name, x in first.tensors().items())
     most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
     case.small_batch = smaller(case.batch, nbytes + bytes_of(first.leaves), most)
@@ -418,6 +441,8 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     must = request.both_gates and How.TRAIN not in request.how
     if request.random and (How.TRAIN in request.how) not in case.random:
         return
+    if How.THEN_EVAL in request.how and True in case.random:  # what a call learns from, it draws
+        return
     if How.THREADS in request.how and any(REUSED in why for why in case.no_dropin):
         return
     if (
@@ -455,7 +480,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     finally:
         if How.TRAIN in request.how:
             case.errors = errors
-        if case.counts and case.workers["new"].alive():  # the next request begins where the Model does
+        if case.keeps and case.workers["new"].alive():  # the next request begins where the Model does
             case.workers["new"].ask("made", seed=case.made_from)
     settle(case.device)
 
@@ -504,7 +529,7 @@ def put(case: Case, request: Request, must: bool) -> None:
             return
     training = How.TRAIN in request.how
     called = copy.deepcopy(model).train(training)  # a call may change what the module holds, as running means
-    numbers = numbers_of(called)
+    kept = kept_by(called)
     try:
         with request.memory(case.device), of_the_model(case.precision):
             expected = case.answers(called, sets, request)
@@ -514,11 +539,13 @@ def put(case: Case, request: Request, must: bool) -> None:
         return
     if RANDOM in expected[0].did:
         case.random.add(training)
+    if not is_kept(kept, kept_by(called)):
+        case.keeps = True
+        expected = [each._replace(did=[*each.did, "writes what is not in its state_dict"]) for each in expected]
     writes = any(did.startswith("writes") for did in expected[0].did)
     if request.how & RACES and writes:  # an answer depends on the calls before
         return
-    case.counts |= numbers_of(called) != numbers
-    if request.finite and not all(gates.as_numbers(x).isfinite().all() for x in expected[0].tensors().values()):
+    if request.finite and not (case.infinite or all(map(is_finite, expected[0].tensors().values()))):
         return
     del sets  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
@@ -532,11 +559,13 @@ def put(case: Case, request: Request, must: bool) -> None:
     if len(reply["forms"]) != len(places):
         reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
-    known = [what for what in wrong if what.startswith((RANDOM, REUSED))]
+    known = [what for what in wrong if what.startswith((RANDOM, REUSED, SHARED))]
     case.lacks(*known)
     wrong = [what for what in wrong if what not in known]
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
+    if reply["given"] != expected[0].given and reply["tree"] == expected[0].tree:
+        case.lacks(f"gives {reply['given']}, the Model {expected[0].given}")
     if reply["tree"] != expected[0].tree:
         said = f"gives {reply['tree']}, the Model {expected[0].tree}"
         is_tuple = NAMED_TUPLE.sub("TreeSpec(tuple", expected[0].tree) == reply["tree"]
@@ -555,7 +584,12 @@ def put(case: Case, request: Request, must: bool) -> None:
                 reject(request, gates.unlike_repeated(name, mine, theirs))
     if request.direction == "forward_backward" and (case.unmatched or RANDOM in expected[0].did):
         look_at_slopes(case, request, given)
-    if len(request.order) > 2 and not expected[0].did and not all(same_bits(a, b) for a, b in zip(*places[:2])):
+    if (
+        len(request.order) > 2
+        and len(places) > 1
+        and not expected[0].did
+        and not all(same_bits(a, b) for a, b in zip(*places[:2]))
+    ):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
 
 
@@ -599,6 +633,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     if RANDOM in answer.did:
         found = (unlike(case, request, draw, model, *pair) for pair in pairs)
         reject(request, [why for each in found for why in each])
+        reject(request, far_gradients(case, pairs))
         return
     wrong, uncertain = [], 0
     # When it is first wanted. It is that of one call, which tells nothing where the calls before it left their state.
@@ -608,6 +643,8 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     for name, eager, new in pairs:
         tolerance, scale = case.tolerance(eager), scale_of(case, request, name, eager)
         inexact = eager.is_floating_point() or eager.is_complex()
+        if inexact and request.finite and case.infinite:
+            new = torch.where(gates.as_numbers(eager).isfinite(), new, eager)
         if inexact and request.any_infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(gates.as_numbers, (new, eager)))
         if not gates.are_close(new, eager, tolerance, scale):
@@ -642,6 +679,19 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong")
 
 
+def far_gradients(case: Case, pairs: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+    """Where the outputs drew the same random numbers as the Model's, the gradients are the Model's, too."""
+    far = []
+    for name, eager, new in pairs:
+        tolerance = case.tolerance(eager)
+        if name.startswith("gradient"):
+            is_close = gates.are_close(new, eager, FAR_OFF * tolerance, gates.scale_of(name, eager))
+            far += [f"{name} is not the Model's, though all outputs are"] * (not is_close)
+        elif not gates.are_close(new, eager, tolerance, 1.0):
+            return []
+    return far
+
+
 def unlike(case: Case, request: Request, draw: Callable, model, name: str, eager, new) -> list[str]:
     """Why an output cannot be drawn as the Model's is. Values of small outputs are gathered until they are enough."""
     if not name.startswith("output") or eager.is_complex() or not eager.numel():
@@ -650,12 +700,14 @@ def unlike(case: Case, request: Request, draw: Callable, model, name: str, eager
         return []
     if gates.are_close(new, eager, case.tolerance(eager), 1.0):
         return []
-    other = case.plain(model, draw(), replace(request, seed=request.seed + 1))[name]
+    # Not of the request's seed: a candidate may use the same random numbers the other way round.
+    others = [case.plain(model, draw(), replace(request, seed=request.seed + more))[name] for more in (1, 2)]
     drawn = case.drawn.setdefault((name, How.TRAIN in request.how), [])
-    drawn.append([x.double().reshape(x.shape or (1,)) for x in (new, eager, other)])
+    drawn.append([x.double().reshape(x.shape or (1,)) for x in (new, *others)])
     values = sum(each.numel() for each, *_ in drawn)
-    said = gates.unlike(name, drawn) if values >= gates.LEAST_VALUES else []
-    if len(drawn) >= MANY_DRAWS or values >= gates.ENOUGH_VALUES:
+    is_enough = len(drawn) >= MANY_DRAWS or values >= gates.ENOUGH_VALUES
+    said = gates.unlike(name, drawn) if is_enough or len(drawn) == gates.FEW_ROWS else []
+    if is_enough:
         drawn.clear()
     return said
 

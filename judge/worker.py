@@ -60,6 +60,7 @@ from judge.answers import (
     apart,
     compared,
     form_of,
+    in_order,
     least_like_first,
     parameters_by_name,
     places_of,
@@ -84,7 +85,7 @@ FORM = ("", [0], "")
 REPLIES = {
     "failed": {"kind": "", "wrong": [""]},
     "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "takes": [""]},
-    "call": {"forms": [[FORM]], "tree": "", "did": [""], "graphs": True},
+    "call": {"forms": [[FORM]], "tree": "", "given": "", "did": [""], "graphs": True},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
     "time": {"ms": 0.0, "forms": [FORM]},
     "aged": {"aged": True},
@@ -392,7 +393,8 @@ class Contender:
         if How.CHANNELS_LAST in request.how:
             module._apply(torch.Tensor.contiguous)
         forms = [each.forms for each in found]
-        return {"forms": forms, "tree": found[0].tree, "did": found[0].did, "graphs": self.graphs}
+        first = found[0]
+        return {"forms": forms, "tree": first.tree, "given": first.given, "did": first.did, "graphs": self.graphs}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
         if How.CAPTURED in request.how:
@@ -489,7 +491,7 @@ class Contender:
     def _timed_call(self) -> list:
         """The outputs, and the gradients of a backward pass."""
         with torch.set_grad_enabled(self.request.direction != "forward"):
-            result = self.timed(*self.inputs)
+            result = in_order(self.timed(*self.inputs))
         leaves = tree_leaves(result)
         if self.incoming:
             leaves += torch.autograd.grad(roots_of(result), self.wanted, self.incoming, allow_unused=True)

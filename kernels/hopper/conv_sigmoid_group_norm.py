@@ -10,10 +10,11 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, also under autocast, with at
 most 8 input and 32 output channels, of a contiguous x, bias and scale (out_channels, 1, 1) (`are_valid`, in C++),
-stride 1, no padding, and an eps of at least 1e-6 (`_is_usual`, in Python). The image's width is even and at most 352, its height is at most 2 + twice the number of
-multiprocessors, and the output has a multiple of 4 pixels. With gradients the width is at most 256, and the output has
-at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It
-is the Model's own layers or, where C++ decides, the same operators called from there.
+stride 1, no padding, and an eps of at least 1e-6 (`_is_usual`, in Python). The image's width is even and at most 352,
+its height is at most 2 + twice the number of multiprocessors, and the output has a multiple of 4 pixels. With gradients
+the width is at most 256, and the output has at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the
+reasons). The plain path takes everything else. It is the Model's own layers or, where C++ decides, the same operators
+called from there.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two large kernels and
@@ -22,8 +23,8 @@ three small ones. The gradient of h is never written to global memory.
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.26 TB/s of a copy on the device. By `python harness.py
 hopper/conv_sigmoid_group_norm --backward` the forward takes 0.437 ms there, 13.4 times as fast as eager, also with
-gradients recorded. Forward and backward take 2.12 ms, 8.7 times as fast. In bfloat16 (`--dtype
-bfloat16`) they are 0.277 and 1.27 ms, 19.0 and 9.8 times as fast.
+gradients recorded. Forward and backward take 2.12 ms, 8.7 times as fast. In bfloat16 (`--dtype bfloat16`) they are
+0.277 and 1.27 ms, 19.0 and 9.8 times as fast.
 """
 
 import contextlib
