@@ -7,9 +7,9 @@
 
 Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times,
 errors and reasons; in the end a table of all. On a terminal the last line says what is being done.
-wrong: its numbers are wrong, its time is hidden or impossible, it crashes or it hangs. right: the
-numbers are right and timed, but it is no drop-in, for the reasons given. drop-in: right, and it
-behaves as the Model does in all else that the judge asks.
+wrong: wrong numbers, shapes or dtypes, inputs written, time hidden or impossible, a crash, a hang.
+right: the numbers are right and timed, but it is no drop-in, for the reasons given. drop-in: right,
+and it behaves as the Model does in all else that the judge asks.
 Exit codes: 0 if all are what --require asks for (default: drop-in; right when you give two files),
 1 if not, 2 usage, 3 if one did not build, 4 if the judge itself failed.
 """

@@ -8,6 +8,7 @@ hook or a mode that it leaves behind stays, since it slows nobody but itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -93,6 +94,7 @@ SWITCHES = [
     Switch("the torch function modes", C._len_torch_function_stack),  # a default device is one
     Switch("the torch dispatch modes", C._len_torch_dispatch_stack),
     Switch("the hooks on all modules", lambda: len(torch.nn.modules.module._global_forward_hooks)),
+    Switch("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     Switch("the current directory", os.getcwd, os.chdir),
     Switch("the current stream", stream, put_stream),
 ]
