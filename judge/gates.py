@@ -2,9 +2,8 @@
 
 Gate 1: close to the Model in the run's dtype, or to the Model in float64 (and no NaN elsewhere). With inputs or weights
 of a request's making, or where the Model itself misses that in a few elements, no more than 16 times as far off as the
-Model. Gate 2: against the Model in float64, the largest and the
-root-mean-square error are at most twice the Model's own. A tolerance alone passes kernels that lost half the digits; an
-error ratio alone has no meaning in float64.
+Model. Gate 2: against the Model in float64, the largest and the root-mean-square error are at most twice the Model's
+own. A tolerance alone passes kernels that lost half the digits; an error ratio alone has no meaning in float64.
 """
 
 from __future__ import annotations
