@@ -16,8 +16,8 @@ stands in for. `python tests/tools/attack.py --write FOLDER` writes them out, an
 Without `function:` the backward pass is that of a linear layer or, without weights, of what gives its input. Layers
 that an answer names without `layers:` are those of USUAL.
 
-Particular may be, with commas: gpu, that it needs one; by clock, that its time is what gives it away: it is judged
-alone; `timeout SECONDS`; a dtype; the first direction in which it is wrong. An honest one is judged in all.
+Particular may be, with commas: gpu or cpu, that it needs one; by clock, that its time is what gives it away: it is
+judged alone; `timeout SECONDS`; a dtype; the first direction in which it is wrong. An honest one is judged in all.
 """
 
 import re

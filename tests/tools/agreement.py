@@ -54,7 +54,7 @@ def compare(name: str, constants: dict) -> bool:
 def main(names: list[str]) -> int:
     set_precision("highest")
     driver.active.get_empty_cache_for_benchmark = partial(torch.empty, 2**30, dtype=torch.uint8, device="cuda")
-    pairs = {name: Problem(ROOT / "models" / f"{name}.py") for name in names or discover(ROOT)}
+    pairs = {name: Problem(discover(ROOT)[name].model_path) for name in names or discover(ROOT)}
     return int(not all([compare(name, shape) for name, pair in pairs.items() for shape in ({}, pair.sweep[0])]))
 
 

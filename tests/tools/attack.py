@@ -28,6 +28,7 @@ from judge.source import DIRECTIONS, DTYPES, Pair
 
 # In a hurry: this is about the judgement, not the figures. On a CPU the flushes would take a quarter of the time.
 bench.MIN_ROUNDS, bench.MOST_CALLS, bench.CPU_FLUSHES = 10, 4, 0
+ELSEWHERE = {"cpu": "gpu", "cuda": "cpu"}  # a candidate that needs the other one
 HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, timeout=60.0, require="right")
 
 
@@ -100,7 +101,7 @@ def main() -> int:
         for name in chosen:
             write(options.write, name)
         return 0
-    chosen = [name for name in chosen if options.device == "cuda" or "gpu" not in CANDIDATES[name].particular]
+    chosen = [name for name in chosen if ELSEWHERE[options.device] not in CANDIDATES[name].particular]
     failures = 0
     if options.processes > 1:
         command = [sys.executable, __file__, "--repeats", str(options.repeats), "--device", options.device]
