@@ -716,7 +716,7 @@ def unlike(case: Case, request: Request, draw: Callable, model, name: str, eager
     drawn.append([x.double().reshape(x.shape or (1,)) for x in (new, *others)])
     values = sum(each.numel() for each, *_ in drawn)
     is_enough = len(drawn) >= MANY_DRAWS or values >= gates.ENOUGH_VALUES
-    said = gates.unlike(name, drawn) if is_enough or len(drawn) == gates.FEW_ROWS else []
+    said = gates.unlike(name, drawn) if is_enough or len(drawn) % gates.FEW_ROWS == 0 else []
     if is_enough:
         drawn.clear()
     return said

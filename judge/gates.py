@@ -28,7 +28,6 @@ ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in anothe
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 LEAST_VALUES = 1000  # of what is drawn at random: of fewer nothing is said
 ENOUGH_VALUES = 1 << 21  # no more answers are gathered
-DISTANCE = "mean square distance from the Model's"
 FEW_ROWS, MANY_ROWS_SHARE = 16, 0.6  # seen from few rows, a standard error may itself be far off
 # By so many the mean of what is drawn at random may differ from that of the Model's; from so many answers on, whose
 # means tell the error well, by so many.
@@ -151,7 +150,7 @@ def scale_of(name: str, x: torch.Tensor) -> float:
 
 def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
     """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not, nor how
-    far they are from the Model's: not farther than the Model's for the same inputs when it draws again.
+    far they are from the Model's: as far as the Model's are for the same inputs when it draws again.
 
     `drawn`: of several answers the candidate's and two of the Model's, from three seeds. The values of a row may depend
     on each other, as where whole channels are dropped, so a mean's standard error is also seen from row to row.
@@ -161,17 +160,17 @@ def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
         "mean square": lambda new, eager, _: (new.square(), eager.square()),
         "share of zeros": lambda *three: [(x == 0).double() for x in three[:2]],
         "share of finite numbers": lambda *three: [x.isfinite().double() for x in three[:2]],
-        DISTANCE: lambda new, eager, other: (torch.square(new - eager), torch.square(other - eager)),
+        "mean square distance from the Model's": lambda *three: [x.square() for x in steps(*three)],
     }
     for dim in range(drawn[0][0].dim()):
         figures[f"share of zeros beside a zero along dimension {dim}"] = partial(beside_zeros, dim)
+        figures[f"product of neighbours' distances along dimension {dim}"] = partial(beside_steps, dim)
     said = []
     errors_allowed = STANDARD_ERRORS if len(drawn) < MANY_ANSWERS else STANDARD_ERRORS_OF_MANY
     for what, figure in figures.items():
         (mine, error), (theirs, other_error) = map(mean_of, zip(*(figure(*three) for three in drawn)))
         spread = errors_allowed * (error**2 + other_error**2) ** 0.5
-        more = mine - theirs
-        if not (more if what == DISTANCE else abs(more)) <= spread + 1e-6 * abs(theirs):
+        if not abs(mine - theirs) <= spread + 1e-6 * abs(theirs):
             said.append(f"{name}: the {what} is {mine:.4g}, that of the Model's {theirs:.4g}")
     return said
 
@@ -197,9 +196,21 @@ def mean_square(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.double() - right.double()).square().nan_to_num(0.0, 0.0, 0.0).mean())
 
 
+def steps(new: torch.Tensor, eager: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """From an answer of the Model's to the candidate's and to another of the Model's."""
+    return new - eager, other - eager
+
+
+def neighbours(dim: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.narrow(dim, 0, x.shape[dim] - 1), x.narrow(dim, 1, x.shape[dim] - 1)
+
+
 def beside_zeros(dim: int, *three: torch.Tensor) -> list[torch.Tensor]:
-    zeros = [x == 0 for x in three[:2]]
-    return [(x.narrow(dim, 0, x.shape[dim] - 1) & x.narrow(dim, 1, x.shape[dim] - 1)).double() for x in zeros]
+    return [torch.logical_and(*neighbours(dim, x == 0)).double() for x in three[:2]]
+
+
+def beside_steps(dim: int, *three: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.mul(*neighbours(dim, x)) for x in steps(*three)]
 
 
 def mean_of(answers: tuple[torch.Tensor, ...]) -> tuple[float, float]:
