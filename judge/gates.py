@@ -161,6 +161,7 @@ def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
         "share of zeros": lambda *three: [(x == 0).double() for x in three[:2]],
         "share of finite numbers": lambda *three: [x.isfinite().double() for x in three[:2]],
         "mean square distance from the Model's": lambda *three: [x.square() for x in steps(*three)],
+        "mean fourth power of the distance": lambda *three: [x.square().square() for x in steps(*three)],
     }
     for dim in range(drawn[0][0].dim()):
         figures[f"share of zeros beside a zero along dimension {dim}"] = partial(beside_zeros, dim)
