@@ -89,7 +89,7 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files. ----
+// ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files of this folder. ----
 //
 // K is the dimension that a product sums over, or its length: here the k columns of x (m, k) and W (n, k). "32 of K"
 // are 32 indices. The template parameter `Scheme` names one of two ways to multiply float32, or the one for 16 bits.
@@ -939,7 +939,7 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
     }
 }
 
-// ---- From G, the gradient of h = x W^T + b: dX = G W and dW = G^T x. The same text in both linear files. ----
+// ---- From G, the gradient of h = x W^T + b: dX = G W and dW = G^T x. The same text in both of this folder. ----
 //
 // G (m, n) is split once, and both products read its pieces: K-major for dX, MN-major for dW. W and x are split a
 // second time, with other scales, and read MN-major. So nothing is transposed in memory.
@@ -1375,7 +1375,7 @@ Tensors backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Ten
         result(needs[2], weight.sym_sizes().slice(0, 1)), result(needs[3], y.sym_sizes())};
 }
 
-// ---- The product in C++: the same text in both linear files. ----
+// ---- The product in C++: the same text in both linear files of this folder. ----
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
     const void* forward;
