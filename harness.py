@@ -308,7 +308,10 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     asked |= {"precision": (options.precision, PRECISIONS), "baseline": (options.baselines, BASELINES)}
     for what, (names, choices) in asked.items():
         if unknown := [name for name in names if name not in choices]:  # of two paths the one without a file is named
-            parser.error(f"unknown {what} '{min(unknown, key=os.path.isfile)}': there are: {', '.join(choices)}")
+            name = min(unknown, key=os.path.isfile)
+            files = [path for path in (f"models/{Path(name).name}.py", f"kernels/{name}.py") if (ROOT / path).exists()]
+            alone = f" (of its two files only {files[0]} is there)" * (what == "pair") if len(files) == 1 else ""
+            parser.error(f"unknown {what} '{name}'{alone}: there are: {', '.join(choices)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
     for name, least in (("batch", 1), ("seed", 0), ("seconds", 0), ("timeout", 0.1)):

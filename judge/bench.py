@@ -385,5 +385,5 @@ def interference(samples: Samples) -> list[str]:
     third = len(rounds) // 3
     drift = statistics.median(rounds[-third:]) / statistics.median(rounds[:third]) - 1
     if abs(drift) > WIDE_DRIFT:
-        found.append(f"the last third of the rounds took {1 + drift:.2f} times as long as the first")
+        found.append(f"the last third of the rounds took {1 + drift:.2f} times as long as the first third")
     return found

@@ -601,7 +601,8 @@ def put(case: Case, request: Request, must: bool) -> None:
 def look_at_slopes(case: Case, request: Request, given: list) -> None:
     """Where gradients are not compared: those of weights that the judge could not match, or of what is drawn at random.
 
-    Not asked where the Model's own are not its slopes, as those that pass through a rounding.
+    Not asked where the Model's own are not its slopes, as those that pass through a rounding. The candidate's process
+    computes its slopes itself: the judge cannot see that it does so honestly.
     """
     training = How.TRAIN in request.how
     if training in case.sloped or case.dtype != torch.float32:

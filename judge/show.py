@@ -86,7 +86,7 @@ def block(run: Result) -> list[str]:
     ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
     apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
     if apart:
-        said = f"the medians' ratio is {', '.join(apart)}; above stands the median of the ratios of each round"
+        said = f"the ratio of the medians is {', '.join(apart)}; above stands the median of the rounds' ratios"
         lines.append(wrapped("note", said))
     return lines + [wrapped("note", note) for note in run.notes]
 

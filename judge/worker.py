@@ -242,6 +242,8 @@ class Contender:
         name = "ModelNew" if self.role == "new" else "Model"
         if not hasattr(module, name) and isinstance(getattr(module, "Model", None), type):
             name = "Model"
+        if not hasattr(module, name):
+            raise AttributeError(f"the file has no class {name}")
         self.cls, self.dtype = getattr(module, name), dtype
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()

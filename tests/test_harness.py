@@ -762,6 +762,7 @@ def test_a_module_beside_a_candidate_and_a_class_called_model(judge, tmp_path):
         (["instance_norm", "--precision", "hihg"], "unknown precision 'hihg': there are: highest"),
         (["instance_norm", "--baselines", "eager,compil"], "unknown baseline 'compil': there are: eager"),
         (["model.py", "none.py"], "unknown pair 'model.py'"),
+        (["half"], "unknown pair 'half' (of its two files only models/half.py is there): there are: instance_norm"),
         (["instance_norm", "--batch", "0"], "0 is not at least 1"),
         (["--seed", "-1"], "is not at least 0"),
         (["--seed", str(1 << 64)], "is not at least 0"),
@@ -773,6 +774,8 @@ def test_a_module_beside_a_candidate_and_a_class_called_model(judge, tmp_path):
 )
 def test_usage_errors(arguments, message, suite, monkeypatch, capsys):
     suite.add("instance_norm", PLAIN)
+    suite.add("half", PLAIN)
+    (harness.ROOT / "kernels" / "half.py").unlink()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         suite(*arguments)

@@ -52,7 +52,7 @@ def test_a_block_is_read_on_a_hundred_columns():
 
 def test_a_ratio_that_the_printed_times_contradict_is_explained():
     text = " ".join("\n".join(show.block(result())).split())
-    assert "the medians' ratio is 0.86x compile; above" in text
+    assert "the ratio of the medians is 0.86x compile; above" in text
 
 
 def test_why_an_interval_beyond_one_decides_nothing():

@@ -19,7 +19,8 @@ from judge.source import code_of, code_sha256, kernels_of
 
 def only_ci_fails(said: str) -> None:
     """For what a change of a kernel file makes stale: elsewhere a warning, as there may be no GPU to measure it on."""
-    assert not os.environ.get("CI"), said
+    if os.environ.get("CI"):
+        pytest.fail(said)
     warnings.warn(said, stacklevel=2)
 
 
@@ -33,18 +34,24 @@ def test_the_tables_are_the_records(name):
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_records_are_of_the_files_as_they_are(name):
-    document = json.loads((ROOT / "results" / name).read_text())
-    for model, sha256, kernels in {
-        (run["model"], run["source_sha256"], run["kernels_sha256"]) for run in document["runs"]
-    }:
+    runs = json.loads((ROOT / "results" / name).read_text())["runs"]
+    for model, kernels in {(run["model"], run["kernels_sha256"]) for run in runs}:
         path = ROOT / "kernels" / f"{model}.py"
-        if not path.exists() or code_sha256(path, kernels_of) != kernels:
+        if not path.exists():
+            pytest.fail(f"results/{name} is a record of kernels/{model}.py, which is not there: delete it")
+        if code_sha256(path, kernels_of) != kernels:
             only_ci_fails(f"results/{name} is a record of other kernels than kernels/{model}.py has: measure it again")
-        elif code_sha256(path) != sha256:
-            warnings.warn(
-                f"the Python of kernels/{model}.py has changed since results/{name} was measured", stacklevel=1
-            )
-    assert all(run["ok"] for run in document["runs"])
+    assert all(run["ok"] for run in runs)
+
+
+def test_the_python_of_the_files_may_be_newer_than_their_records():
+    runs = [run for name in RECORDS for run in json.loads((ROOT / "results" / name).read_text())["runs"]]
+    measured = {(run["model"], run["source_sha256"]) for run in runs}
+    newer = {model for model, sha256 in measured if code_sha256(ROOT / "kernels" / f"{model}.py") != sha256}
+    if newer:
+        warnings.warn(
+            f"Python has changed since the kernels were measured, of {', '.join(sorted(newer))}", stacklevel=1
+        )
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("kernels/README.md", 120), ("results/README.md", 150)])
