@@ -194,7 +194,7 @@ constexpr int kChunk = 8;                        // pixels per load_pixels: the 
 constexpr int kMaxOuts = 32;                    // output channels of a tile, at most
 constexpr int kStage = 8;                        // input channels of a stage, at most: two taps of 8 are mma's k, 16
 constexpr int kMaxTaps = 9;                     // of a 3x3 convolution; a tap is one position of its kernel
-constexpr int kMaxStages = 16;                   // stages whose weights stay in shared memory, at most
+constexpr int kMaxStages = 16;                   // stages whose weights stay in shared memory, at most: 128 channels
 constexpr int kColumns = 32;                     // pixel columns of a tile
 constexpr int kPairStride = kColumns / kPairs;     // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
@@ -1502,7 +1502,7 @@ constexpr int kTilePixels = kTileVectors * kLanes;
 constexpr int64_t kBandPixels = 1024;      // per channel (one row, if that has more): 4 KiB of h
 constexpr int64_t kTermsOfASum = 72;       // 8 channels of 3x3; longer sums are split, because rounding errors grow
 constexpr int64_t kMaxTerms = 160;        // terms of a value of h; with more, PyTorch's convolution is as fast
-constexpr int64_t kGrain = 32768;          // values per thread; with fewer, another thread does not pay
+constexpr int64_t kGrain = 32768;          // values per thread; with fewer, another thread does not pay (measured)
 constexpr int64_t kLineValues = 16;        // floats in a cache line of 64 bytes
 constexpr size_t kMappedBytes = 32 << 20;  // glibc's largest threshold: malloc maps a larger block anew each time
 
@@ -1982,7 +1982,7 @@ if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it
+_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
@@ -2076,7 +2076,7 @@ def fits(tensors: tuple, groups: int) -> bool:
             return False
     if computed_in not in (_ON_CPU if x.is_cpu else _ON_GPU):
         return False
-    if x.is_cpu and recorded(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
+    if x.is_cpu and _wants_gradients(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
         return False  # ATen does it; below 2048 values of 16 bits, converting them costs more than it saves
     for t in tensors:
         if t.dtype not in dtypes or t.device != device:
@@ -2106,7 +2106,7 @@ def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cpu or kernel in ((1, 1), (3, 3)) and ins <= (32 if x.dtype == torch.float32 else 16)
 
 
-def recorded(tensors: tuple) -> bool:
+def _wants_gradients(tensors: tuple) -> bool:
     """Whether gradients may be asked for, also if something else stands in a tensor's place."""
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
@@ -2156,7 +2156,7 @@ def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
         tensors = (h, weight.new_empty((weight.shape[0], 0, 1, 1)), *tensors[2:])
     if torch.is_autocast_enabled(device):  # the Model returns float32 there
         tensors, dtype = tuple(t.float() for t in tensors), torch.float32
-    if not recorded(tensors):
+    if not _wants_gradients(tensors):
         return _forward(tensors[0], tensors[1:], groups, eps)[0]
     if device != "cpu":
         return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
@@ -2180,7 +2180,7 @@ def _is_light(tensors: tuple) -> bool:
         return False
     is_small = x.shape[2] * x.shape[3] < 128
     if x.dtype == torch.float32:
-        return is_small or recorded(tensors)
+        return is_small or _wants_gradients(tensors)
     return is_small and isinstance(weight, torch.Tensor) and x.numel() * weight.numel() < 2**19
 
 

@@ -2129,7 +2129,7 @@ _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it
+_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
