@@ -147,7 +147,7 @@ def remarks(path: Path, device: str) -> list[str]:
     text = path.read_text(errors="replace")
     needs = re.search(r'^NEEDS = "sm_(\d+)"', text, re.MULTILINE)  # all that the file's own kernels run on
     if needs and (device == "cpu" or torch.cuda.get_device_capability() != divmod(int(needs[1]), 10)):
-        return [f"plain path: no sm_{needs[1]} here, so these are the Model's own layers"]
+        return [f"plain path: no sm_{needs[1]} here, so these are the Model's own layers, and none of its kernels ran"]
     if "__global__" in text and not torch.cuda.is_available():
         return ["its CUDA was not compiled here: PyTorch sees no GPU"]
     return []
