@@ -6,13 +6,13 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 `ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_unchanged` (layers without hooks, stride 1, no
-padding, eps >= 1e-6), `_is_light` and `fits`. Our kernels take x and W that are contiguous, and bias and scale of shape
-(out_channels, 1, 1):
+padding, eps >= 1e-6), `_eager_is_faster` and `fits`. Our kernels take x and W that are contiguous, and bias and scale
+of shape (out_channels, 1, 1):
 
     NVIDIA GPU      compute capability 7.5 or newer; float32, float16, bfloat16, autocast; with gradients or without
     CPU, float32    without gradients; images of 128 pixels or more (compiled or under autocast: any)
-    CPU, 16 bits    without gradients; a type for which the CPU has no instructions, computed in float32, unless the
-                    images are few and small; under autocast if bias, gamma and beta are float32
+    CPU, 16 bits    without gradients; if the CPU has no instructions for the type: we compute in float32. Not if the
+                    images are few and small; under autocast only if bias, gamma and beta are float32
 
 PyTorch's operators do the rest, as fast as eager. If gradients are wanted on a CPU that has no instructions for x's
 16-bit type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
@@ -22,12 +22,13 @@ On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolu
 read conv2d(x, W) and do the rest.
 
 The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or cuDNN's
-result once; twice if it needs two launches. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores
-are much faster than float32 FMA instructions, our kernels convolve with tensor cores, as accurately as in float32; for
-other GPUs with FMA instructions. If gradients are wanted, the forward saves its input, the parameters, mean and rstd.
-The backward computes h again, or reads cuDNN's result again. Where our kernels convolve, they compute x's gradient,
-too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give
-the same bits each time; cuDNN's may not, and use TF32 for float32 unless torch.backends.cudnn.allow_tf32 is False.
+result once; twice if the tiles of a sample do not all run at once. Compiled for compute capability 8.0, 9.0, 10.0 or
+10.3, where tensor cores are much faster than float32 FMA instructions, our kernels convolve with tensor cores, as
+accurately as in float32; for other GPUs with FMA instructions. If gradients are wanted, the forward saves its input,
+the parameters, mean and rstd. The backward computes h again, or reads cuDNN's result again. Where our kernels convolve,
+they compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's
+elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
+torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as fast as
@@ -79,6 +80,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) this file's
 // counterpart in hopper/. Importing this file compares 1 to 3 at 12 z and NaN; harness.py finds a forgotten 4 or 5. The
 // activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use comparisons, such as `v < 0 ? 0 : v`.
+// (The fminf below drops a NaN on purpose.)
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -149,7 +151,8 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for
 // one. Without tensor cores the gradient of x keeps two sets of sums, see `convolve_stage`. On 8.0, in float32, a 3x3
-// convolution to at most 16 channels takes 86 KiB of shared memory per block, of 164: so does the benchmark's dx.
+// convolution to at most 16 channels takes 86 KiB of shared memory per block, and a multiprocessor has 164. The
+// benchmark's dx does, too.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -225,8 +228,8 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16: T or, under autocast (T is float), the autocast type
     int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
-    // Output channels of a tile; input channels of a stage, at most; rows of a tile; tiles side by side; tiles of a
-    // sample's pixels, and of its channels: tiles = pixel_tiles * channel_tiles.
+    // outs: output channels of a tile. stage_channels: input channels of a stage, at most. column_tiles: tiles side by
+    // side. pixel_tiles, channel_tiles: tiles of a sample's pixels, of its channels; tiles is their product.
     int outs, stage_channels, tile_rows, column_tiles, pixel_tiles, channel_tiles;
     int outs_log2;  // outs = 2^outs_log2: shifts, where a division would take longer
     int lines;  // of each channel of x in shared memory
@@ -739,8 +742,8 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 //   two), and an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around
 //   dh is NaN. This function multiplies nothing outside x, and no tap that does not exist.
 // - `unit`, the largest of the tile's stages, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with
-//   tensor cores. At this limit each stage, of at most four, makes an error of h of at most 0.04 `unit` (see Pieces),
-//   and so of z = h scale of at most 2^-23 (with random numbers 2^-29). float32 itself rounds a z of 1 by up to 2^-24.
+//   tensor cores. At this limit a stage makes an error of z = h scale of at most 0.04 kUnitLimit < 2^-23 (see Pieces),
+//   with random numbers 2^-29; there are at most four stages. float32 itself rounds a z of 1 by up to 2^-24.
 //   Above the limit the largest |x|, times the largest |weight|, times |scale| if that is above 1, exceeds 2^26
 //   kUnitLimit = 2^7. A usual network's products are far smaller.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
@@ -1256,12 +1259,12 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
     for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer ^= 1) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
-        float h[kChannels][kPixels] = {};
+        float h[kChannels][kPixels] = {};  // in the forward v, from add_bias_and_activate on
         float largest_unit = 0;  // of the tile's stages
         for (int first_in = 0; first_in < p.in_channels; first_in += p.stage_channels) {
             const int stage = first_in / p.stage_channels, next_in = first_in + p.stage_channels;
             float* const stage_weights = weights + (p.keeps_weights ? stage : 0) * p.weight_floats;
-            if (stage > 0 || !p.keeps_weights) __syncthreads();
+            if (stage > 0 || !p.keeps_weights) __syncthreads();  // warps may still read what is overwritten now
             if (stage > 0 && !kRaw) copy_x<T>(p, tile, first_in, raw);
             float unit;
             if (p.keeps_weights) {
@@ -1971,14 +1974,14 @@ def _load(name: str, arch: str = "") -> str:
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
 
-# The types that our kernels take: on a GPU all three, on a CPU float32 and the types for which it has no instructions
+# The dtypes that our kernels take: on a GPU all three, on a CPU float32 and the types for which it has no instructions
 # (bfloat16 only with AVX). PyTorch's convolution takes up to 30 times as long in such a type as in float32.
-_ON_GPU = [torch.float32, torch.float16, torch.bfloat16]
-_ON_CPU = [torch.float32]
+_GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+_CPU_DTYPES = [torch.float32]
 if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-    _ON_CPU.append(torch.float16)
+    _CPU_DTYPES.append(torch.float16)
 if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get_cpu_capability():
-    _ON_CPU.append(torch.bfloat16)
+    _CPU_DTYPES.append(torch.bfloat16)
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
@@ -2049,13 +2052,17 @@ def _functional(x, conv_weight, conv_bias, *others) -> torch.Tensor:
     return _after_conv(torch.conv2d(x, conv_weight, conv_bias), *others)
 
 
-def _is_image(t: torch.Tensor) -> bool:
+def _is_nchw(t: torch.Tensor) -> bool:
     """Whether it is contiguous, and not channels_last to PyTorch too, as it may be if some dimensions are 1."""
     shape = t.shape
     return len(shape) == 4 and t.is_contiguous() and t.stride()[1::2] == (shape[2] * shape[3], 1)
 
 
-_TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
+_TENSOR_CLASSES = (
+    nn.Parameter,
+    torch.Tensor,
+    FakeTensor,
+)  # FakeTensor: torch.export, not strict, runs a module with it
 
 
 def fits(tensors: tuple, groups: int) -> bool:
@@ -2064,24 +2071,24 @@ def fits(tensors: tuple, groups: int) -> bool:
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     for t in tensors:
-        if type(t) not in _TYPES:
+        if type(t) not in _TENSOR_CLASSES:
             return False
     if not (x.is_cpu or x.is_cuda and torch.version.cuda) or _exports_layers():
         return False
     device, dtypes, computed_in = x.device, [x.dtype], x.dtype
     if torch.is_autocast_enabled(device.type):
-        dtypes, computed_in = _ON_GPU, torch.get_autocast_dtype(device.type)
+        dtypes, computed_in = _GPU_DTYPES, torch.get_autocast_dtype(device.type)
         # Ours is float32, as a GPU's group_norm is. A CPU's has the type of (h + bias) * scale.
         if x.is_cpu and not bias.dtype == gamma.dtype == beta.dtype == torch.float32:
             return False
-    if computed_in not in (_ON_CPU if x.is_cpu else _ON_GPU):
+    if computed_in not in (_CPU_DTYPES if x.is_cpu else _GPU_DTYPES):
         return False
     if x.is_cpu and _wants_gradients(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
         return False  # ATen does it; below 2048 values of 16 bits, converting them costs more than it saves
     for t in tensors:
         if t.dtype not in dtypes or t.device != device:
             return False
-    if not _is_image(x) or not _is_image(weight):
+    if not _is_nchw(x) or not _is_nchw(weight):
         return False
     samples, ins, height, width = x.shape
     channels, weight_ins, kernel_height, kernel_width = weight.shape
@@ -2170,7 +2177,7 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
     return unchanged and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
 
 
-def _is_light(tensors: tuple) -> bool:
+def _eager_is_faster(tensors: tuple) -> bool:
     """Whether `fits` takes longer than our kernels save on a CPU: float32 with gradients or below 128 pixels, and other
     types in images so few and small that converting them costs more."""
     x, weight = tensors[0], tensors[1]
@@ -2211,7 +2218,7 @@ class ModelNew(nn.Module):
                 of_conv = _read(conv, "weight"), _read(conv, "bias")
                 of_norm = _read(norm, "weight"), _read(norm, "bias")
                 tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)
-                if _is_light(tensors):  # what the layers compute, without the time of calling modules
+                if _eager_is_faster(tensors):  # what the layers compute, without the time of calling modules
                     return _functional(*tensors, norm.num_groups, norm.eps)
                 if fits(tensors, norm.num_groups):
                     return _fast(tensors, norm.num_groups, norm.eps)

@@ -99,7 +99,7 @@ def test_the_bits_do_not_depend_on_the_threads(case):
 def test_16_bits_are_computed_in_float32(case, dtype, monkeypatch):
     """Wherever the CPU has no instructions for them; then also the gradients are at least as accurate."""
     kernels = solution(STEM)
-    monkeypatch.setattr(kernels, "_ON_CPU", kernels._ON_GPU)
+    monkeypatch.setattr(kernels, "_CPU_DTYPES", kernels._GPU_DTYPES)
     _, new, (x,) = build(case, dtype=dtype)
     with torch.no_grad():
         found = new(x)

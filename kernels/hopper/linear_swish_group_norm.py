@@ -207,7 +207,7 @@ template <class Scheme> constexpr bool kRegistersFit =
 static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
     "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. Times the inverse scale of
-// their row, up to 2^60, they are finite. Times the column's, too, only an h overflows that would in any case. A row
+// their row, up to 2^60, they are finite. Times the column's, too, a sum overflows only if h itself does. A row
 // with a larger inverse scale has infinite doubt, so that the finisher computes all its sums again (multiply_rows).
 constexpr float kLargestUnscale = 0x1p60f;
 
@@ -284,7 +284,7 @@ struct Operand {
     __half* pieces;
     int64_t rows;
     int k;
-    RowScale* scales;  // Forward: row i is scaled to its own largest value. split_rows writes scales[i].
+    RowScale* scales;  // Forward: row i is scaled by its own largest value. split_rows writes scales[i].
     // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i] (see "From G" below).
     // Where that would bring the row's largest value to 2^15 or more, the exponent is lowered. This happens only to
     // rows of x that a row of zeros in G multiplies: there any finite scale will do.
@@ -552,8 +552,8 @@ template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to,
 //     row 4        lane 0    lane 1   ...                                                 v[1][0-3] and v[1][4-7]
 //
 // So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. Of
-// 16-bit sums its columns are 8 e to 8 e + 7, so that it stores 16 bytes, and the lanes of a row 128, in either case. A
-// pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
+// 16-bit sums its columns are 8 e to 8 e + 7. Either way a lane stores 16 bytes at once, and a row's eight lanes 128.
+// A pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
 template <typename S> constexpr int kNeighbours = 16 / sizeof(S);  // columns of a row that a lane has side by side
 template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
@@ -621,7 +621,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
     }
 }
 // One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper rows and 64 lower rows. The tensor cores alone
-// add them up, as in cuBLAS. What they truncate is small beside what rounding the operands to 11 bits loses.
+// add them up, as in cuBLAS. What they truncate is small beside rounding to 11 bits, of the operands or
+// of 16-bit sums.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& ring, int lines, uint64_t a, uint64_t b,
     float (&upper)[64], float (&lower)[64]) {
@@ -954,22 +955,23 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 //
 //     G's row i       is multiplied by 2^r_i, which brings its largest value to [2^14, 2^15)
 //     x's row i       is multiplied by 2^-r_i and one scale for all of x
-//     W's row j       is multiplied by one scale for all of W and by 2^-c_j, where c_j is from -12 to 0: it is not 0
+//     W's row j       is multiplied by one scale for all of W and by 2^-c_j, where c_j is from -12 to 0: below 0 only
 //                     if the row's largest value is more than 12 powers of two below W's largest
 //     G's column j    is multiplied by 2^c_j
 //
 //     dX_ik = 2^-(r_i + s_W)  sum over j of  (2^(r_i + c_j) G_ij)  (2^(s_W - c_j) W_jk)          c_j cancels
 //     dW_jk = 2^-(c_j + s_x)  sum over i of  (2^(r_i + c_j) G_ij)  (2^(s_x - r_i) x_ik)          r_i cancels
 //
-// 2^s_W is the one scale for all of W, 2^s_x that for all of x. G's pieces are the same in both.
+// 2^s_W is the one scale for all of W: s_W (in smallest_w) is the least exponent of W's rows. 2^s_x is that for all of
+// x: s_x (in smallest_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
 //
 // Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Range), and the largest is 2^14 or
 // more. So full precision spans 16 powers of two. A row of W whose largest value is 2^-12 of W's largest has 4 of them
 // left. A smaller row is multiplied by up to 2^12 more, so that a row of 2^-24 has 4 left, too. G's column is divided
-// by as much, which leaves 16 - 12 = 4 there. So W's values down to 2^-28 of the largest are multiplied as exactly as
-// the largest. With a feature whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error
-// without the c_j, and 0.4 times with them. Errors of dX are small beside the norm of their row, and errors of dW
-// beside the norm of all of dW. So the backward has no doubts, and computes nothing again.
+// by as much, which leaves 16 - 12 = 4 there. So in a row of 2^-24 or more, values down to 2^-4 of the row's largest
+// are multiplied as exactly as W's largest. With a feature whose weights are 10^6 times as large as the others', dX had
+// 2.1 times eager's error without the c_j, and 0.4 times with them. Errors of dX are small beside the norm of their
+// row, and errors of dW beside the norm of all of dW. So the backward has no doubts, and computes nothing again.
 //
 //     largest value of W's row j, of W's largest:    1         2^-12     2^-24     2^-28 (one value of that row)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
@@ -990,7 +992,7 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient to, in
     if (j >= n) return;
     // How many powers of two the largest value of W's row j is below the largest of all W, beyond kSpareBits.
     const int below = to.forward[j].exponent() - smallest_of(to.smallest_w) - kSpareBits;
-    const int b = -min(max(below, 0), kSpareBits);
+    const int b = -min(max(below, 0), kSpareBits);  // c_j
     if (blockIdx.y == 0) to.columns[j] = b;
     for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
         constexpr int kLineK = Scheme::kLineK;
@@ -1070,7 +1072,7 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
         if (column < n) *reinterpret_cast<Pack<T, V>*>(to + column) = pack;
     }
 }
-// A block has 256 threads or, for more than 4096 columns, 512.
+// The blocks that split G have 256 threads or, for more than 4096 columns, 512.
 static int split_gradient_threads(int64_t n) { return n <= 256 * kThreadColumns ? 256 : 512; }
 // Scales, splits and stores a row of G, which the block holds in registers: kThreadColumns neighbouring columns a
 // thread, and zeros beyond n. Two calls, one after the other, need different warp_values or a __syncthreads() between
@@ -1794,7 +1796,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one Hopper GPU and dtype, with no autocast, transform, _exports_layers."""
+    """Whether these are plain tensors of one Hopper GPU and dtype, without autocast, transforms or _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _exports_layers():

@@ -68,7 +68,7 @@ KERNELS = [
     (SWISH, "not _is_unchanged(norm, nn.GroupNorm) or", "", "dropin"),
     (CONV, "== ((1, 1), (0, 0), (1, 1), 1)", "== (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
     (CONV, "    h = _activate(h, bias, scale)", "    h = torch.tanh(_activate(h, bias, scale))", "gradients"),
-    (CONV, "not _is_image(x) or not _is_image(weight)", "not _is_image(x)", "forward"),
+    (CONV, "not _is_nchw(x) or not _is_nchw(weight)", "not _is_nchw(x)", "forward"),
     (CONV, "h, groups, parameters[kGamma],", "h, groups, parameters[kBias].flatten(),", "convolution_on_cpu"),
     (CONV, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
     (CONV, "nn.modules.module._has_any_global_hook() or ", "", "dropin"),
