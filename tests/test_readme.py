@@ -49,9 +49,7 @@ def test_the_python_of_the_files_may_be_newer_than_their_records():
     measured = {(run["model"], run["source_sha256"]) for run in runs}
     newer = {model for model, sha256 in measured if code_sha256(ROOT / "kernels" / f"{model}.py") != sha256}
     if newer:
-        warnings.warn(
-            f"Python has changed since the kernels were measured, of {', '.join(sorted(newer))}", stacklevel=1
-        )
+        warnings.warn(f"Python of {', '.join(sorted(newer))} has changed since it was measured", stacklevel=1)
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("kernels/README.md", 120), ("results/README.md", 150)])
