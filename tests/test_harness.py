@@ -211,6 +211,11 @@ def test_accepts_an_honest_one_in(dtype, judge, device):
     assert set(runs[2].gradient_error) == {"input 0", *parameters}
 
 
+def test_the_model_itself_is_as_exact_as_itself(judge):
+    (run,) = judge(MODEL.replace("class Model(", "class ModelNew("))
+    assert run.ok and all(run.error[f"new_{kind}"] == run.error[f"eager_{kind}"] > 0 for kind in ("max", "rms"))
+
+
 def test_kernelbench_files_that_take_no_batch_argument(judge, tmp_path):
     (run,) = judge(PLAIN, MODEL.replace("def get_inputs(batch_size=batch_size)", "def get_inputs()"))
     assert run.ok and run.batch == 32
@@ -374,6 +379,13 @@ def test_poisoned_memory_is_nan_until_the_switches_come_back(device):
     with Request("", how=How.POISONED).memory(device.type):
         assert torch.empty(1000, device=device).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_precision_sets_all_switches():
+    for level, tf32 in (("high", True), ("highest", False)):
+        set_precision(level)
+        assert torch.get_float32_matmul_precision() == level
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == tf32
 
 
 def samples_of(**ms) -> Samples:
