@@ -98,7 +98,7 @@ class Request:
     finite: bool = False  # not asked where the Model's answer is not finite
     any_infinite: bool = False  # where the order of operations decides between NaN and an infinity, both are right
     may_differ: bool = False  # other values make the candidate no drop-in, not wrong
-    not_nan: bool = False  # but for NaN
+    if_vanishing: bool = False  # but only where the Model's are a hundredth of what they usually are, and none is NaN
     may_refuse: bool = False  # and so does an error
     random: bool = False  # asked where the Model draws random numbers
 

@@ -473,11 +473,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
         elif error.kind in ("wrong", "uncertain") and How.TRAIN in request.how and as_in_eval(case, request):
             case.lacks("has no training mode: it answers as in eval mode")
-        elif (
-            error.kind in ("wrong", "uncertain")
-            and request.may_differ
-            and not (request.not_nan and any(" is nan, " in why for why in error.args))
-        ):
+        elif error.kind in ("wrong", "uncertain") and request.may_differ and not error.firm:
             case.lacks(str(error.args[0]))
         else:
             raise error from raised
@@ -620,9 +616,9 @@ def look_at_slopes(case: Case, request: Request, given: list) -> None:
         reject(request, [said.format(name) for name in found])
 
 
-def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
+def reject(request: Request, wrong: list[str], kind: str = "wrong", firm: bool = False) -> None:
     if wrong:
-        raise Rejected(*(f"{what} ({request.when})" for what in wrong), kind=kind)
+        raise Rejected(*(f"{what} ({request.when})" for what in wrong), kind=kind, firm=firm)
 
 
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
@@ -641,7 +637,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         reject(request, [why for each in found for why in each])
         reject(request, far_gradients(case, request, draw, model, pairs))
         return
-    wrong, uncertain = [], 0
+    wrong, uncertain, firm = [], 0, False
     # When it is first wanted. It is that of one call, which tells nothing where the calls before it left their state.
     single = len(request.order) == 1 or not any(did.startswith("writes") for did in answer.did)
     exact = cache(lambda: case.exact(request, draw(), model) if single else None)
@@ -682,7 +678,10 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         place, mine, theirs = found.worst_of(new, eager)
         said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
         wrong.append(f"{name}{place or ''} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
-    reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong")
+        usual = float(case.errors[name].most[2]) if name in case.errors else 0.0
+        vanishes = bool(new.isfinite().all()) and float(gates.size(gates.as_numbers(eager)).max()) <= SMALL * usual
+        firm |= request.if_vanishing and not vanishes
+    reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong", firm)
 
 
 def far_gradients(case: Case, request: Request, draw: Callable, model, pairs: list[tuple]) -> list[str]:

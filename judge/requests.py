@@ -303,7 +303,7 @@ REQUESTS = {
             finite=True,
             change=lambda x: x.add_(shiftable(x), alpha=100.0),
             may_differ=True,
-            not_nan=True,
+            if_vanishing=True,
         ),
         BOTH("inputs that are all zero", finite=True, change=lambda x: x.zero_(), **LENIENT),
         BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),

@@ -105,12 +105,12 @@ class Rejected(Exception):
     """A contender failed, for the reasons given.
 
     `kind`: "wrong"; "uncertain", where a single answer meets neither gate, and other inputs may decide; BUILD;
-    "raised", "crashed" or "memory".
+    "raised", "crashed" or "memory". `firm`: also where values may differ.
     """
 
-    def __init__(self, *reasons: str, kind: str = "wrong"):
+    def __init__(self, *reasons: str, kind: str = "wrong", firm: bool = False):
         super().__init__(*reasons)
-        self.kind = kind
+        self.kind, self.firm = kind, firm
 
 
 def as_rejected(raised: Rejected | torch.OutOfMemoryError) -> Rejected:

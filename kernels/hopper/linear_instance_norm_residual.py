@@ -159,11 +159,6 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     estimate: at K = 8192 such scaled sums have a standard deviation of about 2^31.5, and a row has 0.3 coarse
 //     values. The share of doubtful sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
-//
-// To change the tile. Its columns, 128, are the n of the instruction m64n128k16. (Another n needs another list of
-// registers in WGMMA.) Its rows are 128 or 256, because each of the two consumers computes 64, the m of one such
-// instruction, or 128, the m of two. A TMA box has 128 rows (make_map, producer). The 64 columns of a slot are a group
-// of linear_swish_group_norm's, whose epilogue needs a whole group.
 
 constexpr int kTileColumns = 128;
 constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and wgmma
@@ -200,6 +195,11 @@ template <typename T, typename S> struct OneProduct {
     static constexpr float kDoubt = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
 };
+// To change the tile. Its columns, 128, are the n of the instruction m64n128k16. (Another n needs another list of
+// registers in WGMMA.) Its rows are 128 or 256, because each of the two consumers computes 64, the m of one such
+// instruction, or 128, the m of two. A TMA box has 128 rows (make_map, producer). The 64 columns of a slot are a group
+// of linear_swish_group_norm's, whose epilogue needs a whole group.
+//
 // The kernel starts with 65536 / 512 = 128 registers a thread. Then each warpgroup changes its own number to its role's
 // by setmaxnreg (PTX ISA: 24 to 256, multiples of 8).
 template <class Scheme> constexpr bool kRegistersFit =
