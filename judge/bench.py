@@ -40,6 +40,7 @@ PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
 # What a turn takes beyond its claims may exceed eager's by a share of the claims, a share of eager's (flushes mostly,
 # which were seen to differ by 2.2% in two processes), and milliseconds: of a turn on a GPU, of each call on a CPU.
 HIDDEN_SHARE, FLUSH_SHARE, HIDDEN_MS = 0.1, 0.03, 0.05
+MANY_PROCESSES = 8  # a candidate with more takes milliseconds to resume, see by_the_judges_clock
 ATTEMPTS, MORE_ROUNDS = 3, 4  # of timing, until one finds nothing wrong; each has so many times the rounds before
 ESCAPED = "starts a process in a group of its own, which goes on while others are timed"
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
@@ -341,10 +342,15 @@ def hidden_time(samples: Samples, device: str) -> str | None:
     return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}"
 
 
-def seen_ms(samples: Samples) -> float:
-    """A call's time by the judge's clock: what the candidate claims, and what its turns take longer than eager's."""
-    longer = statistics.median(samples.beyond["new"]) - statistics.median(samples.beyond["eager"])
-    return statistics.median(samples.ms["new"]) + max(0.0, longer) / samples.calls
+def by_the_judges_clock(samples: Samples) -> list[float]:
+    """A call's time in each round: what the candidate claims, and what its turn takes longer than eager's turns.
+
+    It stands for the claims of a candidate that has more than MANY_PROCESSES. They may only wait, but whoever resumes
+    200 of them waits for a core for milliseconds, in which the candidate's own process might as well work unseen.
+    """
+    eager = statistics.median(samples.beyond["eager"])
+    turns = zip(samples.ms["new"], samples.beyond["new"])
+    return [ms + max(0.0, beyond - eager) / samples.calls for ms, beyond in turns]
 
 
 def of_the_fast(samples: Samples, name: str) -> list[float]:

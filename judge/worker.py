@@ -730,6 +730,10 @@ class Worker:
             family |= more
         return [pid for pid in family if pid in running and running[pid][1] != self._process.pid]
 
+    def size(self) -> int:
+        """How many processes are in its group, which is stopped and resumed as a whole."""
+        return sum(group == self._process.pid for _, group in processes().values())
+
     def _wait_until_stopped(self) -> None:
         for _ in range(100):
             with contextlib.suppress(OSError):

@@ -508,6 +508,14 @@ def test_what_goes_on_beside_a_candidate_is_looked_for_until_the_end():
     assert [(turn - 1) // bench.MIN_ROUNDS for turn in asked][:whole] == [*range(whole)]
 
 
+def test_who_has_many_processes_is_timed_by_the_judges_clock(judge, monkeypatch):
+    monkeypatch.setattr(bench, "hidden_time", lambda samples, device: "a clock")
+    waiting = "import subprocess\n[subprocess.Popen(['sleep', '1000']) for _ in range({})]\n" + PLAIN
+    (run,), (few,) = judge(waiting.format(9)), judge(waiting.format(7))
+    assert run.ok and "the judge's clock, which includes the time to resume its 10 processes" in run.notes[-1], run
+    assert few.reasons == ["a clock"], few
+
+
 def test_noise_does_not_come_back_in_more_rounds_and_hidden_time_does():
     noise = random.Random(0)
 
