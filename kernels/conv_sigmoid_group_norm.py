@@ -6,29 +6,30 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 `ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_unchanged` (layers without hooks, stride 1, no
-padding, eps >= 1e-6), `_eager_is_faster` and `fits`. Our kernels take x and W that are contiguous, and bias and scale
-of shape (out_channels, 1, 1):
+padding, dilation 1, groups 1, eps >= 1e-6), `_eager_is_faster` and `fits`. Our kernels take x and W that are
+contiguous, and bias and scale of shape (out_channels, 1, 1):
 
-    NVIDIA GPU      compute capability 7.5 or newer; float32, float16, bfloat16, autocast; with gradients or without
-    CPU, float32    without gradients; images of 128 pixels or more (compiled or under autocast: any)
+    NVIDIA GPU      float32, float16, bfloat16, autocast; gradients or none; tested from compute capability 7.5 on
+    CPU, float32    without gradients; images of 128 pixels or more (compiled: any)
     CPU, 16 bits    without gradients; if the CPU has no instructions for the type: we compute in float32. Not if the
-                    images are few and small; under autocast only if bias, gamma and beta are float32
+                    images are few and small: below 128 pixels, and x.numel() * W.numel() < 2^19 (compiled: any)
+    CPU, autocast   as 16 bits, of autocast's type; x of any dtype, any images; bias, gamma and beta must be float32
 
-PyTorch's operators do the rest, as fast as eager. If gradients are wanted on a CPU that has no instructions for x's
-16-bit type, PyTorch computes in float32, unless x has fewer than 2048 values: then converting costs more than it saves.
+PyTorch's operators do the rest, as fast as eager. For gradients on a CPU without instructions for the 16-bit type they
+compute in float32, unless converting costs more than it saves: x has fewer than 2048 values, or few and small images.
 
 On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolutions of at most 32 input channels, or
 16 if x has a 16-bit type. For others cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels
 read conv2d(x, W) and do the rest.
 
-The forward keeps v in registers and writes its output once. It reads x once for each 32 output channels, or cuDNN's
-result once; twice if the tiles of a sample do not all run at once. Compiled for compute capability 8.0, 9.0, 10.0 or
-10.3, where tensor cores are much faster than float32 FMA instructions, our kernels convolve with tensor cores, as
-accurately as in float32; for other GPUs with FMA instructions. If gradients are wanted, the forward saves its input,
-the parameters, mean and rstd. The backward computes h again, or reads cuDNN's result again. Where our kernels convolve,
-they compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's
-elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
-torch.backends.cudnn.allow_tf32 is False.
+The forward keeps v in registers and writes its output once. It reads cuDNN's result once, or x once for each 32 output
+channels. If a sample has more tiles than can run at once, there are two launches, and each reads it. Compiled for
+compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster than float32 FMA instructions, our kernels
+convolve with tensor cores, as accurately as in float32; for other GPUs with FMA instructions. If gradients are wanted,
+the forward saves its input, the parameters, mean and rstd. The backward computes h again, or reads cuDNN's result.
+Where our kernels convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN
+computes W's gradient, and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for
+float32 unless torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as fast as
@@ -92,8 +93,9 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(v));
     return reciprocal;
 }
-// ACTIVATION: do not remove this marker and END. Python copies the text between them to CPP_SOURCE, for CPUs. There it
-// can call only CPP_SOURCE's own exp2_approx and reciprocal_approx, and <cmath>'s functions (fmaf, fabsf, expf).
+// ACTIVATION: do not remove this marker and END. Python copies the text between them to CPP_SOURCE, for CPUs, with
+// `inline` for `__device__ __forceinline__`: any other spelling breaks the CPU build. There it can call only
+// CPP_SOURCE's own exp2_approx and reciprocal_approx (may stay unused), and <cmath>'s functions (fmaf, fabsf, expf).
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
 }
@@ -108,31 +110,35 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // END
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One kernel, three directions. A tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if
-// there are at most 16 output channels, 16 channels of 32 rows x 32 columns. A block of 256 threads does this:
+// One kernel, three directions. Read convolve_and_normalize first: it is the kernel, and stands behind what it calls. A
+// tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if there are at most 16 output
+// channels, 16 channels of 32 rows x 32 columns. A block of 256 threads does this:
 //
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
-//           copy its x to shared memory; its weights too, unless those of all stages stay  (copy_x, load_weights)
-//           h += their products, in registers                                              (convolve_stage)
-//       add the bias and, in the forward, compute v; add up what the statistics need       (sum_values, sum_gradients)
+//           copy its x to shared memory (one stage ahead, if kHasRaw)                      (copy_x)
+//           load its weights to shared memory, unless those of all stages stay there       (load_weights)
+//           wait for x and, if kHasRaw, convert it                                         (convert_x)
+//           values += the stage's products, in registers                                   (convolve_stage)
+//       convolve again, if a value is not finite or not accurate                           (recompute_in_float)
+//       add the biases and, in the forward, compute v                                      (add_bias_and_activate)
+//       add up what the statistics need                                                    (sum_values, sum_gradients)
 //       publish these sums: write them to global memory                                    (publish)
-//       start to copy the next tile's x
+//       start to copy the next tile's x                                                    (copy_x)
 //       wait until all tiles of the sample are published                                   (await_sample)
-//       add up all sums of the sample's groups                                             (gather)
-//       compute the output from the values in registers, and write it                      (write_values,
-//                                                                                           write_gradients)
+//       add up all sums of the sample's groups                                             (make_epilogues)
+//       compute the output from the values in registers, and write it                      (write_output, write_dh)
 //
 // The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h and v stay
-// in registers. A block writes its output once. It reads its part of x once, for all of its output channels, and with
-// it the pixels around the tile that the convolution needs.
+// in registers. A block writes its output once. In one launch it reads its part of x once, for all of its output
+// channels, and with it the pixels around the tile that the convolution needs; recompute_in_float reads x again.
 //
-//                forward                                 backward                                     gradient of x
-//   registers    h = conv(x) + bias, v = activation(z)   h = conv(x) + bias                           dx = conv(dh)
-//   published    sums of v, v^2                          sums of gamma g, gamma g (v - mean) rstd     nothing
-//   output       out = (v - mean) rstd gamma + beta      dh; dbeta, dgamma, dbias, dscale             dx
+//                forward                                        backward                                  gradient of x
+//   registers    h = conv(x) + both biases, v = activation(z)   h = conv(x) + both biases                 dx = conv(dh)
+//   published    sums of v, v^2                                 sums of gamma g, gamma g (v - mean) rstd  nothing
+//   output       out = (v - mean) rstd gamma + beta             dh; dbeta, dgamma, dbias, dscale          dx
 //
-// Here bias is the convolution's bias plus the network's, z = h scale, and g is the gradient of out. dx, dh, dv, dz are
+// The biases are the convolution's and the network's, z = h scale, and g is the gradient of out. dx, dh, dv, dz are
 // the gradients of x, h, v, z, and W is the convolution's weights. dx is a convolution too. Its input is dh with zeros
 // around it. Its weights are W, rotated by 180 degrees, with input and output channels exchanged. So in that direction
 // the code's `x` is dh, and its `out_channels` are x's channels.
@@ -143,16 +149,16 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
-// by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. Of all samples that blocks
-// wait for, let s be the first. A block with an unpublished tile of s has only tiles of earlier samples before it, and
-// nobody waits for those: by (1) it runs, and publishes the tile. If the grid has fewer blocks, or the cooperative
-// launch is refused, there are two launches: the first only publishes, the second repeats the convolution and makes the
-// output.
+// by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. Let s be the first sample
+// that any block waits for. Take a block that has not yet published its tile of s. Any tile that it still has before
+// that one is of an earlier sample, and no block waits for those. So it is not waiting; by (1) it is running, and it
+// will publish its tile of s. If the grid has fewer blocks, or the cooperative launch is refused, there are two
+// launches: the first only publishes, the second repeats the convolution and makes the output.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In two cases there is room for
-// one. Without tensor cores the gradient of x keeps two sets of sums, see `convolve_stage`. On 8.0, in float32, a 3x3
-// convolution to at most 16 channels takes 86 KiB of shared memory per block, and a multiprocessor has 164. The
-// benchmark's dx does, too.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. Two exceptions run one block: (1)
+// the gradient of x without tensor cores, which keeps two sets of sums in registers, see `convolve_stage`; (2) on 8.0
+// in float32, a 3x3 convolution to at most 16 channels, such as the benchmark's dx: a block takes 86 KiB of shared
+// memory, of a multiprocessor's 164.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -176,36 +182,38 @@ constexpr bool uses_tensor_cores(int capability) {  // 80 is 8.0
     return capability == 80 || capability == 90 || capability == 100 || capability == 103;
 }
 #ifdef __CUDA_ARCH__
-constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
+constexpr bool kTensorCores = uses_tensor_cores(__CUDA_ARCH__ / 10);
 #else
-constexpr bool kTensor = false;  // for the host: `launch` asks the kernel instead. sizeof(Shared) is the same
+constexpr bool kTensorCores = false;  // for the host: `launch` asks the kernel instead. sizeof(Shared) is the same
 #endif
 
-constexpr int kThreads = 256;                    // per block
-constexpr int kBlocks = 2;                       // per multiprocessor; one in two cases, see above
-constexpr int kWarps = kThreads / 32;            // per block
-constexpr int kValues = 64;                      // values of h per thread
-constexpr int kChannels = kTensor ? 2 : 4;       // output channels per thread
-constexpr int kChannelStride = kTensor ? 8 : 1;    // from one of a thread's channels to the next
-constexpr int kWarpChannels = kTensor ? 16 : 4;  // output channels per warp
-constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
-constexpr int kRows = 4;                         // pixel rows per thread
-constexpr int kWarpRows = kTensor ? 4 : 16;      // pixel rows per warp
-constexpr int kPixels = kValues / kChannels;     // pixels per thread and channel
-constexpr int kPairs = kPixels / kRows / 2;      // pairs of columns per row of a thread
-constexpr int kChunk = 8;                        // pixels per load_pixels: the backward has no registers for 16
-constexpr int kMaxOuts = 32;                    // output channels of a tile, at most
-constexpr int kStage = 8;                        // input channels of a stage, at most: two taps of 8 are mma's k, 16
-constexpr int kMaxTaps = 9;                     // of a 3x3 convolution; a tap is one position of its kernel
-constexpr int kMaxStages = 16;                   // stages whose weights stay in shared memory, at most: 128 channels
-constexpr int kColumns = 32;                     // pixel columns of a tile
-constexpr int kPairStride = kColumns / kPairs;     // columns from one of a thread's pairs to the next
+constexpr int kThreads = 256;                                   // per block
+constexpr int kBlocksPerSM = 2;                                 // but one in the two exceptions above
+constexpr int kWarps = kThreads / 32;                           // per block
+constexpr int kThreadValues = 64;                               // values per thread
+constexpr int kThreadChannels = kTensorCores ? 2 : 4;           // output channels per thread
+constexpr int kChannelStride = kTensorCores ? 8 : 1;            // from one of a thread's channels to the next
+constexpr int kWarpChannels = kTensorCores ? 16 : 4;            // output channels per warp
+constexpr int kChannelLanes = kTensorCores ? 4 : 32;            // neighbouring lanes that have the same channels
+constexpr int kThreadRows = 4;                                  // pixel rows per thread
+constexpr int kWarpRows = kTensorCores ? 4 : 16;                // pixel rows per warp
+constexpr int kThreadPixels = kThreadValues / kThreadChannels;  // pixels per thread and channel
+constexpr int kPairs = kThreadPixels / kThreadRows / 2;         // pairs of columns per row of a thread
+constexpr int kChunkPixels = 8;                                 // the backward has no registers for chunks of 16
+constexpr int kMaxTileOuts = 32;                                // output channels of a tile, at most
+constexpr int kMaxStageChannels = 8;                            // input channels; two taps of 8 are mma's k, 16
+constexpr int kMaxTaps = 9;                                     // of a 3x3 kernel; a tap is one of its positions
+constexpr int kMaxStages = 16;                                  // stages whose weights can stay in shared memory
+constexpr int kTileColumns = 32;                                // pixel columns of a tile
+constexpr int kPairStride = kTileColumns / kPairs;              // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
-// columns and, for a 3x3 convolution, two more. The other two are unused, against bank conflicts.
-constexpr int kPitch = kColumns + 4;
-constexpr int kOutPitch = kColumns + 8;  // floats per channel in `write_rows`; 8 are unused, against bank conflicts
+// columns and, for a 3x3 convolution, two more. The rest, two or for 1x1 four, is unused, against bank conflicts.
+constexpr int kPitch = kTileColumns + 4;
+constexpr int kOutPitch = kTileColumns + 8;  // floats per channel in `write_rows`; 8 are unused, against bank conflicts
 constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // floats of `write_rows`' row buffer: 16 channels a warp
 constexpr int kCounterStride = 32;  // `unsigned`s from one sample's counter to the next: a cache line each, 128 bytes
+using ThreadTile = float[kThreadChannels][kThreadPixels];  // [o][i]: the value of the thread's channel o, pixel i
+using Chunk = float[kChunkPixels];
 
 enum Direction { kForward, kBackward, kInputGradient };
 // A launch publishes sums and, once all are there, computes the output (kFused); or it does one of the two. In the
@@ -217,23 +225,24 @@ enum Mode { kFused, kSumsOnly, kOutputOnly };
 struct Statistics { float mean, mean_lo, rstd; };
 
 struct Arguments {  // T, here and below, is the type of x and the parameters
-    // If in_channels is 0, x is the convolution's output without its bias, (samples, out_channels, rows, columns).
+    // If in_channels is 0, x is the convolution's output without its bias, of the shape of `out`.
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
-    unsigned* done;  // (samples, kCounterStride): tiles that have published; zeros before the launch
+    unsigned* counters;  // (samples, kCounterStride): tiles that have published; zeros before the launch
     double2* partials;  // (samples, groups, max_parts, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
-    const void* grad;  // of T
-    double* channel_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
-    int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;  // last two: of out
+    const void* g;  // of T: the gradient of out
+    double* grad_partials;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
+    int samples, in_channels, height, width, out_channels, groups, group_channels;
+    int out_height, out_width;  // of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16: T or, under autocast (T is float), the autocast type
-    int kernel, pad;  // rows (and columns) of the convolution's kernel; rows (and columns) of zeros on each side of x
-    // outs: output channels of a tile. stage_channels: input channels of a stage, at most. column_tiles: tiles side by
-    // side. pixel_tiles, channel_tiles: tiles of a sample's pixels, of its channels; tiles is their product.
-    int outs, stage_channels, tile_rows, column_tiles, pixel_tiles, channel_tiles;
-    int outs_log2;  // outs = 2^outs_log2: shifts, where a division would take longer
+    int kernel_size, pad;  // rows (and columns) of the convolution's kernel; of zeros on each side of x
+    // tile_outs: output channels of a tile. stage_channels: input channels of a stage, at most. column_tiles: tiles
+    // side by side. pixel_tiles, channel_tiles: tiles of a sample's pixels, channels; sample_tiles is their product.
+    int tile_outs, stage_channels, tile_rows, column_tiles, pixel_tiles, channel_tiles;
+    int tile_outs_log2;  // tile_outs = 2^tile_outs_log2: shifts, where a division would take longer
     int lines;  // of each channel of x in shared memory
-    int tiles, all_tiles;  // tiles of a sample, of all samples
+    int sample_tiles, all_tiles;  // tiles of a sample, of all samples
     int max_parts;  // channel tiles that share a group, at most. A part is what one of them has of it
     int x_floats;  // of shared memory for a stage's x, or for the row buffer in which write_rows arranges the output
     int weight_floats;  // of shared memory for a stage's weights
@@ -243,44 +252,46 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     bool keeps_weights;
     Mode mode;
     float eps;
-    double per_value;  // 1 / the number of values of a group
+    double inverse_count;  // 1 / the number of values of a group
 };
 
 // A tile's number among those of all samples, its first pixel and channel, and that channel's group.
 struct Tile {
-    int number, sample, pixel_tile, channel, group, row, column;
-    __device__ __forceinline__ void set(const Arguments& p, int of_all) {
-        const int tile = of_all % p.tiles;
-        number = of_all;
-        sample = of_all / p.tiles;
+    int number, sample, pixel_tile, first_channel, group, row, column;
+    __device__ __forceinline__ void set(const Arguments& p, int tile_number) {
+        const int tile = tile_number % p.sample_tiles;
+        number = tile_number;
+        sample = tile_number / p.sample_tiles;
         pixel_tile = tile / p.channel_tiles;
-        channel = tile % p.channel_tiles * p.outs;
-        group = channel / p.group_channels;
+        first_channel = tile % p.channel_tiles * p.tile_outs;
+        group = first_channel / p.group_channels;
         row = pixel_tile / p.column_tiles * p.tile_rows;
-        column = pixel_tile % p.column_tiles * kColumns;
+        column = pixel_tile % p.column_tiles * kTileColumns;
     }
 };
 
-// What the output of a channel is computed from. Forward: out = (v - mean) factor + offset. Backward: dv = rstd
-// (factor g - (v - mean) slope - offset). `mean` is the statistics' float mean; mean_lo goes into the offset.
+// What the output of a channel is computed from. Forward: out = (v - mean) factor + shift. Backward: dv = rstd
+// (factor g - (v - mean) slope - shift). `mean` is the statistics' float mean; mean_lo goes into the shift.
 //
-//                factor        offset                                slope
+//                factor        shift                                 slope
 //   forward      gamma rstd    beta - mean_lo factor                 unused, as rstd is
 //   backward     gamma         (mean of gamma g) - mean_lo slope     (mean of gamma g (v - mean) rstd) rstd
-struct Epilogue { float mean, factor, offset, slope, rstd; };
-__device__ __forceinline__ float normalise(float v, const Epilogue& epilogue) {  // the forward's output
-    return fmaf(v - epilogue.mean, epilogue.factor, epilogue.offset);
+struct Epilogue { float mean, factor, shift, slope, rstd; };
+__device__ __forceinline__ float normalize(float v, const Epilogue& epilogue) {  // the forward's output
+    return fmaf(v - epilogue.mean, epilogue.factor, epilogue.shift);
 }
+// Of an output channel; `bias` is the sum of both biases. alignas: one instruction can load all four.
+struct alignas(16) ChannelParameters { float bias, scale, gamma, beta; };
 
 struct Shared {
-    double sums[2][kWarps][16];  // two sums of each channel of a warp, as sums_of_channel reads them
+    double warp_sums[2][kWarps][16];  // two sums of each channel of a warp, as sums_of_warps reads them
     float anchors[kWarps][16];  // of each channel of a warp, see sum_values; 0 in the backward
-    double2 channels[kMaxOuts];  // sums of each channel of the tile, in `publish`
-    Epilogue epilogue[kMaxOuts];
-    float4 parameters[kMaxOuts];  // conv_bias + bias, scale, gamma, beta
-    int offsets[kMaxTaps + 1];  // see `multiply`
+    double2 channel_totals[kMaxTileOuts];  // sums of each channel of the tile, in `publish`
+    Epilogue epilogue[kMaxTileOuts];
+    ChannelParameters parameters[kMaxTileOuts];
+    int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
-    float weight_units[kMaxStages];  // the unit of each stage's weights, if they stay in shared memory; see Pieces
+    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights, if they stay in shared memory; see Pieces
     Tile tiles[2];  // this one and the next
 };
 
@@ -290,131 +301,131 @@ __device__ __forceinline__ unsigned read_thread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// log2 of the number of warps that have the same channels, in different rows: kWarps kWarpChannels / p.outs.
-__device__ __forceinline__ int sharing_warps_log2(const Arguments& p) { return (kTensor ? 7 : 5) - p.outs_log2; }
+// log2 of the number of warps that have the same channels, in different rows: kWarps kWarpChannels / p.tile_outs.
+__device__ __forceinline__ int row_warps_log2(const Arguments& p) { return (kTensorCores ? 7 : 5) - p.tile_outs_log2; }
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
-struct Fragment {
+struct ThreadOrigin {
     int channel, row, column;
-    __device__ __forceinline__ explicit Fragment(const Arguments& p) {
+    __device__ __forceinline__ explicit ThreadOrigin(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int sharing_log2 = sharing_warps_log2(p), index = warp & ((1 << sharing_log2) - 1);  // among those warps
-        const int lanes = kColumns / 2 / kPairs;  // lanes side by side in a row
-        channel = (warp >> sharing_log2) * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
-        row = index * kWarpRows + (kTensor ? 0 : lane / lanes * kRows);
+        const int warps_log2 = row_warps_log2(p), index = warp & ((1 << warps_log2) - 1);  // among those warps
+        const int lanes = kTileColumns / 2 / kPairs;  // lanes side by side in a row
+        channel = (warp >> warps_log2) * kWarpChannels + (kTensorCores ? lane / kChannelLanes : 0);
+        row = index * kWarpRows + (kTensorCores ? 0 : lane / lanes * kThreadRows);
         column = lane % lanes * 2;
     }
 };
 // Where the thread's values of one tile lie in the output. Pixel i is column i % 2 of pair i / 2 % kPairs of the
 // thread's row i / (2 kPairs).
-struct Pixels {
-    int channel, channels;  // the thread's first channel in the tile; number of output channels from there on
-    int64_t first;  // index of pixel 0 of the first channel in the output, or in a tensor of the output's shape
+struct OutputMap {
+    int channel, channels_left;  // the thread's first channel in the tile; number of output channels from there on
+    int64_t start;  // index of pixel 0 of the first channel in the output, or in a tensor of the output's shape
     int plane;  // pixels of a channel
-    unsigned valid;  // bit i: pixel i lies in the output
-    int columns;  // of the output
-    __device__ __forceinline__ Pixels(const Arguments& p, const Tile& tile) {
-        const Fragment fragment(p);
-        const int row = tile.row + fragment.row, column = tile.column + fragment.column;
-        channel = fragment.channel;
-        channels = p.out_channels - tile.channel - channel;
-        columns = p.columns;
-        plane = p.rows * columns;
-        first = (int64_t(tile.sample) * p.out_channels + tile.channel + channel) * plane + row * columns + column;
-        unsigned of_row = 0;
+    unsigned valid_mask;  // bit i: pixel i lies in the output
+    int out_width;  // of the output
+    __device__ __forceinline__ OutputMap(const Arguments& p, const Tile& tile) {
+        const ThreadOrigin origin(p);
+        const int row = tile.row + origin.row, column = tile.column + origin.column;
+        channel = origin.channel;
+        channels_left = p.out_channels - tile.first_channel - channel;
+        out_width = p.out_width;
+        plane = p.out_height * out_width;
+        start =
+            (int64_t(tile.sample) * p.out_channels + tile.first_channel + channel) * plane + row * out_width + column;
+        unsigned row_mask = 0;
 #pragma unroll
-        for (int i = 0; i < 2 * kPairs; ++i) of_row |= unsigned(column + i / 2 * kPairStride + i % 2 < columns) << i;
-        valid = 0;
+        for (int i = 0; i < 2 * kPairs; ++i) row_mask |= unsigned(column + distance(i, 0) < out_width) << i;
+        valid_mask = 0;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) valid |= row + i < p.rows ? of_row << 2 * kPairs * i : 0;
+        for (int i = 0; i < kThreadRows; ++i) valid_mask |= row + i < p.out_height ? row_mask << 2 * kPairs * i : 0;
     }
-    // `valid` of the thread's channel o: no pixel, if there is no such output channel.
-    __device__ __forceinline__ unsigned valid_of(int o) const { return o * kChannelStride < channels ? valid : 0; }
-    __device__ __forceinline__ bool all_valid() const { return valid == ~0u >> (32 - kPixels); }
+    // The valid pixels of the thread's channel o: `valid_mask`, or none if that channel lies beyond the last.
+    __device__ __forceinline__ unsigned valid_mask_of(int o) const {
+        return o * kChannelStride < channels_left ? valid_mask : 0;
+    }
+    __device__ __forceinline__ bool all_valid() const { return valid_mask == ~0u >> (32 - kThreadPixels); }
     // The distance from pixel 0 to pixel i in an array with `pitch` elements from one row to the next.
-    __device__ __forceinline__ int offset(int i, int pitch) const {
+    __device__ __forceinline__ int distance(int i, int pitch) const {
         return i / (2 * kPairs) * pitch + i / 2 % kPairs * kPairStride + i % 2;
     }
 };
 template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
 template <int PACK, typename T>
-__device__ __forceinline__ void load_packs(
-    const T* from, const Pixels& pixels, unsigned valid, int begin, float (&to)[kChunk]) {
+__device__ __forceinline__ void load_packs(const T* from, const OutputMap& map, unsigned mask, int begin, Chunk& to) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i += PACK) {
+    for (int i = 0; i < kChunkPixels; i += PACK) {
         Pack<T, PACK> pack = {};
-        const T* const pixel = from + pixels.offset(begin + i, pixels.columns);
-        if (valid >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(pixel);
+        const T* const pixel = from + map.distance(begin + i, map.out_width);
+        if (mask >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(pixel);
 #pragma unroll
         for (int k = 0; k < PACK; ++k) to[i + k] = to_float(pack.values[k]);
     }
 }
 template <int PACK, typename T>
-__device__ __forceinline__ void store_packs(
-    T* to, const Pixels& pixels, unsigned valid, int begin, const float (&from)[kChunk]) {
+__device__ __forceinline__ void store_packs(T* to, const OutputMap& map, unsigned mask, int begin, const Chunk& from) {
 #pragma unroll
-    for (int i = 0; i < kChunk; i += PACK) {
+    for (int i = 0; i < kChunkPixels; i += PACK) {
         Pack<T, PACK> pack;
 #pragma unroll
         for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
-        T* const pixel = to + pixels.offset(begin + i, pixels.columns);
-        if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
+        T* const pixel = to + map.distance(begin + i, map.out_width);
+        if (mask >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
 }
-// Load (0 outside the output) or store kChunk pixels of channel o, from `begin` on; in pairs if all pairs are aligned.
+// Load (0 outside the output) or store a chunk of channel o's pixels, from `begin` on; in pairs if all are aligned.
 template <typename T>
-__device__ __forceinline__ void load_pixels(
-    const T* from, const Pixels& pixels, int o, int begin, float (&to)[kChunk]) {
-    from += pixels.first + int64_t(o) * kChannelStride * pixels.plane;
-    if (pixels.columns % 2 == 0) load_packs<2>(from, pixels, pixels.valid_of(o), begin, to);
-    else load_packs<1>(from, pixels, pixels.valid_of(o), begin, to);
+__device__ __forceinline__ void load_pixels(const T* from, const OutputMap& map, int o, int begin, Chunk& to) {
+    from += map.start + int64_t(o) * kChannelStride * map.plane;
+    if (map.out_width % 2 == 0) load_packs<2>(from, map, map.valid_mask_of(o), begin, to);
+    else load_packs<1>(from, map, map.valid_mask_of(o), begin, to);
 }
 template <typename T>
-__device__ __forceinline__ void store_pixels(
-    T* to, const Pixels& pixels, int o, int begin, const float (&from)[kChunk]) {
-    to += pixels.first + int64_t(o) * kChannelStride * pixels.plane;
-    if (pixels.columns % 2 == 0) store_packs<2>(to, pixels, pixels.valid_of(o), begin, from);
-    else store_packs<1>(to, pixels, pixels.valid_of(o), begin, from);
+__device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o, int begin, const Chunk& from) {
+    to += map.start + int64_t(o) * kChannelStride * map.plane;
+    if (map.out_width % 2 == 0) store_packs<2>(to, map, map.valid_mask_of(o), begin, from);
+    else store_packs<1>(to, map, map.valid_mask_of(o), begin, from);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The convolution. copy_x copies all lines and columns of x that the tile's pixels depend on to shared memory, as
-// (channel, line, column); lines are kPitch apart. In float32 without tensor cores the block convolves this copy. In
-// all other cases it is called `raw`, and receive_x converts it to a second copy, `x`: floats or, with tensor cores,
-// what `multiply` reads. Then copy_x can fill `raw` with the next stage while the block convolves `x`.
+// (channel, line, column); lines are kPitch apart. This copy is called `raw`. In float32 without tensor cores it is
+// `stage_x`, too: what the block convolves. In all other cases (kHasRaw) `stage_x` is a second copy, to which convert_x
+// converts `raw`: floats or, with tensor cores, what `convolve_mma` reads. Then copy_x can fill `raw` with the next
+// stage while the block convolves `stage_x`.
 //
 // Pieces. Tensor cores multiply a 16-bit number as it is. A float32 number has 24 significant bits, a float16 has 11.
-// So a float32 v is split into two float16 numbers, its pieces: hi is the float16 nearest to v, lo the one nearest to v
-// - hi. Let hi and lo be x's pieces, hi' and lo' the weight w's. Then x w is about hi hi' + hi lo' + lo hi': three
-// products.
+// So a float32 v is split into two float16 pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. With
+// x's pieces hi and lo, and hi' and lo' the weight w's, x w is about hi hi' + hi lo' + lo hi': three products.
 //
-// A float16 is a multiple of 2^-24, and below 2^16. So receive_x first scales x: it multiplies the x of each stage of a
+// A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
 // tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
-// each stage's weights. x's unit and the weights' unit are the inverses of these powers. In `multiply` and behind it,
-// `unit` is the product of both: x w is `unit` times the product of the scaled x and the scaled w.
+// each stage's weights. Each returns the inverse of its power, `unscale`. In `convolve_mma` and behind it, `unscale` is
+// the product of both: x w is `unscale` times the product of the scaled x and the scaled w.
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. (Rounding a product to float32 costs up to 2^-24.
-// For random numbers the median of this relative error is 2^-25.) The other is absolute. lo is a multiple of 2^-24, so
-// it is wrong by up to 2^-25, which is more than 2^-23 of a scaled number below 2^-2. The other factor is below 2^14.
-// So the product is wrong by up to 2^-11, and a stage of 8 channels and 9 taps adds to h an error of at most 72 * 2^-11
-// < 0.04 times `unit`; with random numbers at most about 0.001 times `unit`. Where this might change z,
-// `recompute_in_float` computes h again.
+// For random numbers the median of this relative error is 2^-25.) The other is absolute: lo is rounded to a multiple of
+// 2^-24, an error of up to 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo.
+// Multiplied by the other factor, which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9
+// taps adds to h an error of at most 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times
+// `unscale`. Where this might change z, `recompute_in_float` convolves again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
     return min(p.stage_channels, p.in_channels - first_in);
 }
 
 // By a block. A pack is PACK neighbouring columns. Distributes the packs of `channels` channels among the threads, and
-// calls use(channel, line, column) for each pack of this thread. In copy_x and receive_x a thread has the same packs:
+// calls use(channel, line, column) for each pack of this thread. In copy_x and convert_x a thread has the same packs:
 // it reads only what it copied itself, so no __syncthreads is needed in between.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
-    constexpr int kOfThree = (kColumns + 2) / PACK, kOfOne = kColumns / PACK;  // packs of a line: constants divide fast
-    const bool three = p.kernel == 3;
-    const int packs = three ? kOfThree : kOfOne;  // of a line
+    constexpr int kPacks3x3 = (kTileColumns + 2) / PACK, kPacks1x1 = kTileColumns / PACK;  // constants divide fast
+    const bool is_3x3 = p.kernel_size == 3;
+    const int packs = is_3x3 ? kPacks3x3 : kPacks1x1;  // of a line
     const int thread = read_thread();
-    int channel = 0, line = three ? thread / kOfThree : thread / kOfOne, pack = thread - line * packs;
-    const int line_step = three ? kThreads / kOfThree : kThreads / kOfOne, pack_step = kThreads - line_step * packs;
+    int channel = 0, line = is_3x3 ? thread / kPacks3x3 : thread / kPacks1x1, pack = thread - line * packs;
+    const int line_step = is_3x3 ? kThreads / kPacks3x3 : kThreads / kPacks1x1;
+    const int pack_step = kThreads - line_step * packs;
     while (true) {
         while (line >= p.lines) {
             line -= p.lines;
@@ -432,18 +443,18 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
 // By a block: copies what the tile needs of a stage's channels, from `first_in` on, to shared memory, and writes zeros
 // for pixels outside x. From compute capability 8.0 on it uses cp.async and does not wait; but cp.async copies at least
 // 4 bytes, so 16-bit values of an odd width are stored one by one. With tensor cores a call of the lambda copies a pack
-// of every channel, because receive_x needs all channels of a pixel in one thread.
+// of every channel, because convert_x needs all channels of a pixel in one thread.
 template <typename T, int PACK>
 __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first_in, T* to) {
-    constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kStage : 1;
+    constexpr int kBytes = PACK * sizeof(T), kCallChannels = kTensorCores ? kMaxStageChannels : 1;
     const int64_t plane = int64_t(p.height) * p.width;
     const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first_in) * plane;
     const int channels = channels_of_stage(p, first_in);
-    for_each_pack<PACK>(p, kTensor ? 1 : channels, [&](int first_channel, int line, int column) {
+    for_each_pack<PACK>(p, kTensorCores ? 1 : channels, [&](int first_channel, int line, int column) {
         const int row = tile.row - p.pad + line, image_column = tile.column - p.pad + column;
         const bool inside = unsigned(row) < unsigned(p.height) && unsigned(image_column) < unsigned(p.width);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
+        for (int i = 0; i < kCallChannels; ++i) {
             const int channel = first_channel + i;
             if (channel >= channels) break;
             const T* const source = inside ? image + channel * plane + row * p.width + image_column : image;
@@ -458,10 +469,10 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
 template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a block, with tensor cores: the power of two which, times the largest of the threads' values, is at least 2^13 and
-// less than 2^14 (see Pieces); 2^126 at most, so that its inverse, `unit`, is a normal number. NaN if the largest value
-// is infinite. No value is negative. Contains a __syncthreads, and needs one before a second call.
-__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unit) {
+// By a block, with tensor cores: returns the power of two that brings the largest of the threads' values into [2^13,
+// 2^14), see Pieces, but at most 2^126, so that its inverse, `unscale`, is a normal number; NaN if the largest is
+// infinite. `largest` must not be negative. Contains a __syncthreads, and needs one before a second call.
+__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unscale) {
 #if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
     largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
 #endif
@@ -470,7 +481,7 @@ __device__ __forceinline__ float prescale_for(float largest, Shared& shared, flo
     for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, shared.largest[warp]);
     constexpr unsigned kOne = 127, kInfinite = 255, kLeast = 14;  // exponents in a float's bits, of 1, infinity, 2^-113
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
-    unit = __uint_as_float((exponent - 13) << 23);
+    unscale = __uint_as_float((exponent - 13) << 23);
     return exponent < kInfinite ? __uint_as_float((kOne + 13 - exponent + kOne) << 23) : NAN;
 }
 __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
@@ -478,16 +489,16 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
     lo = __float2half_rn(v - __half2float(hi));
 }
 // By a block: each thread waits for its own cp.async copies. Without tensor cores, float32 values stay where they are,
-// and 16-bit values are stored to x as floats. With tensor cores the thread stores the channels of each pixel side by
-// side: 16-bit values as they are, float32 values as two pieces. Returns x's unit, see Pieces.
-// Contains a __syncthreads if kTensor and T is float.
+// and 16-bit values are stored to stage_x as floats. With tensor cores the thread stores the channels of each pixel
+// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `unscale`, see Pieces.
+// Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, int PACK>
-__device__ __forceinline__ float receive_packs(
-    const Arguments& p, int first_in, const T* raw, float* x, Shared& shared) {
+__device__ __forceinline__ float convert_packs(
+    const Arguments& p, int first_in, const T* raw, float* stage_x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first_in), channel_pixels = p.lines * kPitch;
-    float unit = 1;
-    if constexpr (kTensor) {
+    float unscale = 1;
+    if constexpr (kTensorCores) {
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * channel_pixels + pixel)
                                 : Pack<T, PACK>();
@@ -497,19 +508,19 @@ __device__ __forceinline__ float receive_packs(
             float largest = 0;
             for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
 #pragma unroll
-                for (int c = 0; c < kStage; ++c) {
+                for (int c = 0; c < kMaxStageChannels; ++c) {
                     const Pack<T, PACK> pack = load(c, line * kPitch + column);
 #pragma unroll
                     for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
                 }
             });
-            prescale = prescale_for(largest, shared, unit);
+            prescale = prescale_for(largest, shared, unscale);
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
-            Pack<Piece<T>, kStage> pieces[kPieces<T>][PACK];  // of a pixel's channels
+            Pack<Piece<T>, kMaxStageChannels> pieces[kPieces<T>][PACK];  // of a pixel's channels
 #pragma unroll
-            for (int c = 0; c < kStage; ++c) {
+            for (int c = 0; c < kMaxStageChannels; ++c) {
                 const Pack<T, PACK> pack = load(c, pixel);
 #pragma unroll
                 for (int i = 0; i < PACK; ++i) {
@@ -520,72 +531,76 @@ __device__ __forceinline__ float receive_packs(
 #pragma unroll
             for (int i = 0; i < kPieces<T> * PACK; ++i) {
                 const int piece = i / PACK, k = i % PACK;
-                reinterpret_cast<Pack<Piece<T>, kStage>*>(x)[piece * channel_pixels + pixel + k] = pieces[piece][k];
+                reinterpret_cast<Pack<Piece<T>, kMaxStageChannels>*>(stage_x)[piece * channel_pixels + pixel + k] =
+                    pieces[piece][k];
             }
         });
     } else if constexpr (sizeof(T) == 2) {
         for_each_pack<PACK>(p, channels, [&](int channel, int line, int column) {
             const int pixel = channel * channel_pixels + line * kPitch + column;
 #pragma unroll
-            for (int i = 0; i < PACK; ++i) x[pixel + i] = to_float(raw[pixel + i]);
+            for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = to_float(raw[pixel + i]);
         });
     }
-    return unit;
+    return unscale;
 }
-// copy_x and receive_x take pairs of columns if the width is even: then all pairs are aligned, as p.pad is 0 or 2.
+// copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as p.pad is 0 or 2.
 template <typename T>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in, T* raw) {
     if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, raw);
     else copy_packs<T, 1>(p, tile, first_in, raw);
 }
 template <typename T>
-__device__ __forceinline__ float receive_x(const Arguments& p, int first_in, const T* raw, float* x, Shared& shared) {
-    return p.width % 2 == 0 ? receive_packs<T, 2>(p, first_in, raw, x, shared)
-                            : receive_packs<T, 1>(p, first_in, raw, x, shared);
+__device__ __forceinline__ float convert_x(
+    const Arguments& p, int first_in, const T* raw, float* stage_x, Shared& shared) {
+    return p.width % 2 == 0 ? convert_packs<T, 2>(p, first_in, raw, stage_x, shared)
+                            : convert_packs<T, 1>(p, first_in, raw, stage_x, shared);
 }
 
-// The weight of output channel o, input channel `in` and a tap. For the gradient of x o is one of W's input channels,
-// `in` one of its output channels, and the taps are in reverse order.
+// A weight. For the gradient of x out_channel is one of W's input channels, in_channel one of its output channels, and
+// the taps are in reverse order.
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, int tap) {
-    const int taps = p.kernel * p.kernel;
-    const int64_t index = DIRECTION == kInputGradient ? (int64_t(in) * p.out_channels + o) * taps + taps - 1 - tap
-                                                      : (int64_t(o) * p.in_channels + in) * taps + tap;
-    return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[index]) : 0.0f;
+__device__ __forceinline__ float weight_of(const Arguments& p, int out_channel, int in_channel, int tap) {
+    const int taps = p.kernel_size * p.kernel_size;
+    const int64_t index = DIRECTION == kInputGradient
+        ? (int64_t(in_channel) * p.out_channels + out_channel) * taps + taps - 1 - tap
+        : (int64_t(out_channel) * p.in_channels + in_channel) * taps + tap;
+    const bool exists = out_channel < p.out_channels && in_channel < p.in_channels;
+    return exists ? to_float(static_cast<const T*>(p.weight)[index]) : 0.0f;
 }
-// By a block, for a tile whose first output channel is `channel`: loads the channels' parameters.
+// By a block, for a tile whose first output channel is `first_channel`: loads the channels' parameters.
 template <typename T>
-__device__ __forceinline__ void load_parameters(const Arguments& p, int channel, Shared& shared) {
-    const int i = int(read_thread()), o = channel + i;
-    const auto load = [o](const void* values) { return to_float(static_cast<const T*>(values)[o]); };
-    if (i >= p.outs || o >= p.out_channels) return;
-    shared.parameters[i] = {load(p.conv_bias) + load(p.bias), load(p.scale), load(p.gamma), load(p.beta)};
+__device__ __forceinline__ void load_parameters(const Arguments& p, int first_channel, Shared& shared) {
+    const int c = int(read_thread()), out_channel = first_channel + c;
+    const auto load = [&](const void* values) { return to_float(static_cast<const T*>(values)[out_channel]); };
+    if (c >= p.tile_outs || out_channel >= p.out_channels) return;
+    shared.parameters[c] = {load(p.conv_bias) + load(p.bias), load(p.scale), load(p.gamma), load(p.beta)};
 }
-// By a block, for a tile whose first output channel is `channel`: loads the weights of a stage's input channels, from
-// `first_in` on, as (in, tap, out) or, with tensor cores, as `multiply` reads them. Returns the weights' unit, see
-// Pieces. Contains a __syncthreads if kTensor and T is float.
+// By a block, for a tile whose first output channel is `first_channel`: loads the weights of a stage's input channels,
+// from `first_in` on, as (in_channel, tap, out_channel) or, with tensor cores, as `convolve_mma` reads them. Returns
+// the weights' `unscale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
-    const Arguments& p, int channel, int first_in, float* to, Shared& shared) {
-    const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first_in);
-    float unit = 1;
-    if constexpr (kTensor) {
-        const int tap_pairs = (taps + 1) / 2, pairs = p.outs / 16 * tap_pairs * 128;
-        // Pair i is register i % 4 of lane i / 4 % 32 of mma's operand A, see `multiply`. i / 128 counts pairs of taps,
-        // then groups of 16 output channels. The register has two weights, of input channels lane % 4 * 2 + k.
+    const Arguments& p, int first_channel, int first_in, float* to, Shared& shared) {
+    const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in);
+    float unscale = 1;
+    if constexpr (kTensorCores) {
+        const int tap_pairs = (taps + 1) / 2, registers = p.tile_outs / 16 * tap_pairs * 128;
+        // A pair of weights is one 32-bit register of mma's operand A, see `convolve_mma`: of input channels lane % 4 *
+        // 2 + k. i = ((set * tap_pairs + tap pair) * 32 + lane) * 4 + register, where a set is 16 output channels.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % tap_pairs * 2 + i / 2 % 2;
-            const int o = channel + i / 128 / tap_pairs * 16 + i % 2 * 8 + lane / 4;
-            return tap < taps ? weight_of<T, DIRECTION>(p, o, first_in + lane % 4 * 2 + k, tap) : 0.0f;
+            const int out_channel = first_channel + i / 128 / tap_pairs * 16 + i % 2 * 8 + lane / 4;
+            return tap < taps ? weight_of<T, DIRECTION>(p, out_channel, first_in + lane % 4 * 2 + k, tap) : 0.0f;
         };
         float prescale = 1;
         if constexpr (kPieces<T> == 2) {
             float largest = 0;
-            for (int i = int(read_thread()); i < 2 * pairs; i += kThreads)
+            for (int i = int(read_thread()); i < 2 * registers; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
-            prescale = prescale_for(largest, shared, unit);
+            prescale = prescale_for(largest, shared, unscale);
         }
-        for (int i = int(read_thread()); i < pairs; i += kThreads) {
+        for (int i = int(read_thread()); i < registers; i += kThreads) {
             const int index = i / 128 * 128 * kPieces<T> + i % 128;
             Pack<Piece<T>, 2> pieces[kPieces<T>];
 #pragma unroll
@@ -597,33 +612,33 @@ __device__ __forceinline__ float load_weights(
             for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece<T>, 2>*>(to)[index + n * 128] = pieces[n];
         }
     } else {
-        for (int i = int(read_thread()); i < channels * taps * p.outs; i += kThreads) {
-            const int in = i / p.outs / taps, tap = i / p.outs % taps;
-            to[i] = weight_of<T, DIRECTION>(p, channel + i % p.outs, first_in + in, tap);
+        for (int i = int(read_thread()); i < channels * taps * p.tile_outs; i += kThreads) {
+            const int in_channel = i / p.tile_outs / taps, tap = i / p.tile_outs % taps;
+            to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_outs, first_in + in_channel, tap);
         }
     }
-    return unit;
+    return unscale;
 }
 
-// By a thread, without tensor cores: adds the products of `channels` input channels to `sum`. x points to the input
+// By a thread, without tensor cores: adds the products of `channels` input channels to `acc`. x points to the input
 // pixel of tap 0 of the thread's first output pixel, weights to the thread's first output channel.
 template <int K>
-__device__ __forceinline__ void accumulate(
-    const Arguments& p, const float* x, const float* weights, int channels, float (&sum)[kChannels][kPixels]) {
+__device__ __forceinline__ void convolve_fma(
+    const Arguments& p, const float* x, const float* weights, int channels, ThreadTile& acc) {
     constexpr int kNeeds = K == 3 ? 4 : 2;  // columns of x for a pair of columns
 #pragma unroll 1
     for (int c = 0; c < channels; ++c) {
-        float w[K * K][kChannels];
+        float w[K * K][kThreadChannels];
 #pragma unroll
         for (int tap = 0; tap < K * K; ++tap) {
-            const float4 four = *reinterpret_cast<const float4*>(weights + tap * p.outs);
+            const float4 four = *reinterpret_cast<const float4*>(weights + tap * p.tile_outs);
             w[tap][0] = four.x;
             w[tap][1] = four.y;
             w[tap][2] = four.z;
             w[tap][3] = four.w;
         }
 #pragma unroll
-        for (int line = 0; line < kRows + K - 1; ++line) {  // a line of x contributes to up to K rows
+        for (int line = 0; line < kThreadRows + K - 1; ++line) {  // a line of x contributes to up to K rows
             float in[2][kNeeds];
 #pragma unroll
             for (int i = 0; i < kNeeds; ++i) {
@@ -635,22 +650,21 @@ __device__ __forceinline__ void accumulate(
 #pragma unroll
             for (int tap = 0; tap < K * K; ++tap) {
                 const int row = line - tap / K;
-                if (row < 0 || row >= kRows) continue;
+                if (row < 0 || row >= kThreadRows) continue;
 #pragma unroll
                 for (int i = 0; i < 16; ++i) {
                     const int o = i / 4, pixel = row * 4 + i % 4;
-                    sum[o][pixel] = fmaf(w[tap][o], in[i / 2 % 2][i % 2 + tap % K], sum[o][pixel]);
+                    acc[o][pixel] = fmaf(w[tap][o], in[i / 2 % 2][i % 2 + tap % K], acc[o][pixel]);
                 }
             }
         }
         x += p.lines * kPitch;
-        weights += K * K * p.outs;
+        weights += K * K * p.tile_outs;
     }
 }
 
 // By a warp: loads four 8 x 8 matrices of 16-bit numbers from shared memory. Lane 8 i + j passes the address of row j
-// of matrix i. Each lane receives two adjacent elements of each matrix: row lane / 4, columns 2 (lane % 4) and the next
-// one.
+// of matrix i. A lane receives two elements of each matrix: of row lane / 4, columns lane % 4 * 2 and the next one.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -671,50 +685,50 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
     }
 }
-// By a warp, with tensor cores: adds the products of one stage's input channels to `sum`, as `accumulate` does. A step
-// is two taps of kStage channels: mma's k = 16. In each step the warp loads the weights of its 16 output channels from
-// shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and multiplies. Tensor
-// cores multiply 16-bit numbers exactly, and add up the products in float32, but truncate the sums. With 16-bit types,
-// mma adds the products to `sum` itself. With float32 numbers, `products` starts at zero in each step, mma adds the two
-// products that contain a lo, then hi hi', and fmaf adds `products` to `sum`, with rounding.
+// By a warp, with tensor cores: adds the products of one stage's input channels to `acc`, as `convolve_fma` does. A
+// step is two taps of kMaxStageChannels channels: mma's k = 16. In each step the warp loads the weights of its 16
+// output channels from shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and
+// multiplies. Tensor cores multiply 16-bit numbers exactly, and add up the products in float32, but truncate the sums.
+// With 16-bit types, mma adds the products to `acc` itself. With float32 numbers, `products` starts at zero in each
+// step, mma adds the two products that contain a lo, then hi hi', and fmaf adds `products` to `acc`, with rounding.
 //
-//     x          (piece, line, column, channel): 16 bytes are the kStage channels of a pixel
-//     weights    (group of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A of mma
-//     offsets    offsets[tap]: bytes from an output's pixel to the input pixel of that tap
+//     x              (piece, line, column, channel): 16 bytes are the kMaxStageChannels channels of a pixel
+//     weights        (set of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A
+//     tap_offsets    of each tap: bytes from an output's pixel to its input pixel
 //
 // Register r of a lane's operand A has the weights of output channel lane / 4 + r % 2 * 8, the step's tap r / 2, and
 // input channels lane % 4 * 2 and the next one.
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const uint4* weights, const int* offsets,
-    float unit, float (&sum)[kChannels][kPixels]) {
+__device__ __forceinline__ void convolve_mma(
+    const Arguments& p, uint32_t x, const uint4* weights, const int* tap_offsets, float unscale, ThreadTile& acc) {
     constexpr bool kSplit = kPieces<T> == 2;
-    const int steps = (p.kernel * p.kernel + 1) / 2, lane = read_thread() % 32;
+    const int steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
     // the same pixels; or, in 16 bits, x of the next eight pixels.
     x += lane % 8 * 16 + lane / 16 * (kSplit ? p.lines * kPitch * 16 : 128);
-    offsets += lane / 8 % 2;
+    tap_offsets += lane / 8 % 2;
     // The warp has 16 times eight pixels. The loop over the steps multiplies kAtOnce of the 16, and is repeated until
     // all are done. With two pieces kAtOnce is four: with 16 nvcc makes each mma wait for the one before it.
     constexpr int kAtOnce = kSplit ? 4 : 16;
 #pragma unroll
-    for (int j = 0; j < kPixels / 2; j += kAtOnce) {
+    for (int j = 0; j < kThreadPixels / 2; j += kAtOnce) {
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             const uint4 hi = weights[step * kPieces<T> * 32];
-            const uint32_t pixels = x + offsets[2 * step];
+            const uint32_t step_x = x + tap_offsets[2 * step];
             uint32_t b[kAtOnce][2 * kPieces<T>];  // x's hi and, if it has two pieces, its lo
             float products[kAtOnce][4];
 #pragma unroll
             for (int t = 0; t < kAtOnce; t += kSplit ? 1 : 2) {
                 uint32_t four[4];
-                load_matrices(four, pixels + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
+                load_matrices(four, step_x + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) b[kSplit ? t : t + i / 2][kSplit ? i : i % 2] = four[i];
             }
 #pragma unroll
             for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) products[t][i] = kSplit ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
+                for (int i = 0; i < 4; ++i) products[t][i] = kSplit ? 0.0f : acc[i / 2][2 * (j + t) + i % 2];
             }
             if constexpr (kSplit) {
                 const uint4 lo = weights[step * 64 + 32];
@@ -729,8 +743,8 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
             for (int t = 0; t < kAtOnce; ++t) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float& total = sum[i / 2][2 * (j + t) + i % 2];
-                    total = kSplit ? fmaf(products[t][i], unit, total) : products[t][i];
+                    float& total = acc[i / 2][2 * (j + t) + i % 2];
+                    total = kSplit ? fmaf(products[t][i], unscale, total) : products[t][i];
                 }
             }
         }
@@ -741,85 +755,88 @@ __device__ __forceinline__ void multiply(const Arguments& p, uint32_t x, const u
 //   whole stage is multiplied by it. In 16 bits the weight of a tap that does not exist is 0 (9 taps are 5 steps of
 //   two), and an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around
 //   dh is NaN. This function multiplies nothing outside x, and no tap that does not exist.
-// - `unit`, the largest of the tile's stages, times |scale| if that is above 1, exceeds kUnitLimit, in float32 with
-//   tensor cores. At this limit a stage makes an error of z = h scale of at most 0.04 kUnitLimit < 2^-23 (see Pieces),
-//   with random numbers 2^-29; there are at most four stages. float32 itself rounds a z of 1 by up to 2^-24.
-//   Above the limit the largest |x|, times the largest |weight|, times |scale| if that is above 1, exceeds 2^26
-//   kUnitLimit = 2^7. A usual network's products are far smaller.
+// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `unscale` the largest of the
+//   tile's stages. Recompute if unscale s > kUnscaleLimit. At this limit a stage makes an error of z = h scale of at
+//   most 0.04 kUnscaleLimit < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32
+//   itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
+//   Above it, max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. A usual network's products are far smaller.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
-constexpr float kUnitLimit = 1.0f / (1 << 19);
+constexpr float kUnscaleLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
-    const Arguments& p, const Tile& tile, const Shared& shared, float unit, float (&h)[kChannels][kPixels]) {
+    const Arguments& p, const Tile& tile, const Shared& shared, float unscale, ThreadTile& conv) {
     constexpr bool padded = DIRECTION == kInputGradient;
-    const Fragment fragment(p);
-    float zeros[4] = {};  // 0, or NaN if a value is not finite. Four sums: in one, each fmaf waits for the last
+    const ThreadOrigin origin(p);
+    float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: in one, each fmaf waits for the last
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) zeros[i % 4] = fmaf(h[i / kPixels][i % kPixels], 0.0f, zeros[i % 4]);
-    bool accurate = zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0;
+    for (int i = 0; i < kThreadValues; ++i)
+        nan_probe[i % 4] = fmaf(conv[i / kThreadPixels][i % kThreadPixels], 0.0f, nan_probe[i % 4]);
+    bool accurate = nan_probe[0] + nan_probe[1] + (nan_probe[2] + nan_probe[3]) == 0;
     if constexpr (!padded && kPieces<T> == 2) {
 #pragma unroll
-        for (int o = 0; o < kChannels; ++o) {
-            const float scale = fmaxf(fabsf(shared.parameters[fragment.channel + o * kChannelStride].y), 1.0f);
-            accurate &= unit * scale <= kUnitLimit;
+        for (int o = 0; o < kThreadChannels; ++o) {
+            const float scale = fmaxf(fabsf(shared.parameters[origin.channel + o * kChannelStride].scale), 1.0f);
+            accurate &= unscale * scale <= kUnscaleLimit;
         }
     }
     if (accurate) return;
-    const Pixels pixels(p, tile);
-    const int taps = p.kernel * p.kernel;
+    const OutputMap map(p, tile);
+    const int taps = p.kernel_size * p.kernel_size;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] = 0;
+    for (int i = 0; i < kThreadValues; ++i) conv[i / kThreadPixels][i % kThreadPixels] = 0;
 #pragma unroll 1
     for (int n = 0; n < p.in_channels * taps; ++n) {
-        const int in = n / taps;
-        const int row = tile.row + fragment.row + n % taps / p.kernel - (padded ? p.pad : 0);
-        const int column = tile.column + fragment.column + n % p.kernel - (padded ? p.pad : 0);
-        float w[kChannels];
+        const int in_channel = n / taps;
+        const int row = tile.row + origin.row + n % taps / p.kernel_size - (padded ? p.pad : 0);
+        const int column = tile.column + origin.column + n % p.kernel_size - (padded ? p.pad : 0);
+        float w[kThreadChannels];
 #pragma unroll
-        for (int o = 0; o < kChannels; ++o) {
-            w[o] = weight_of<T, DIRECTION>(p, tile.channel + fragment.channel + o * kChannelStride, in, n % taps);
+        for (int o = 0; o < kThreadChannels; ++o) {
+            const int out_channel = tile.first_channel + origin.channel + o * kChannelStride;
+            w[o] = weight_of<T, DIRECTION>(p, out_channel, in_channel, n % taps);
         }
-        const int64_t image_row = (int64_t(tile.sample) * p.in_channels + in) * p.height + row;
+        const int64_t image_row = (int64_t(tile.sample) * p.in_channels + in_channel) * p.height + row;
         const T* const from = static_cast<const T*>(p.x) + image_row * p.width + column;
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-            if (!(pixels.valid >> i & 1)) continue;
-            // As if rows were 2^16 apart: the quotient is the pixel's row in the thread, the remainder its column.
-            const unsigned pixel_row = row + pixels.offset(i, 1 << 16) / (1 << 16);
-            const unsigned pixel_column = column + pixels.offset(i, 1 << 16) % (1 << 16);
+        for (int i = 0; i < kThreadPixels; ++i) {
+            if (!(map.valid_mask >> i & 1)) continue;
+            // With a pitch of 2^16, distance / 2^16 is the rows, distance % 2^16 the columns from pixel 0 to pixel i.
+            const unsigned pixel_row = row + map.distance(i, 1 << 16) / (1 << 16);
+            const unsigned pixel_column = column + map.distance(i, 1 << 16) % (1 << 16);
             if (padded && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
-            const float v = to_float(from[pixels.offset(i, p.width)]);
+            const float v = to_float(from[map.distance(i, p.width)]);
 #pragma unroll
-            for (int o = 0; o < kChannels; ++o) h[o][i] = fmaf(w[o], v, h[o][i]);
+            for (int o = 0; o < kThreadChannels; ++o) conv[o][i] = fmaf(w[o], v, conv[o][i]);
         }
     }
 }
-// By a block, between two __syncthreads: h += the convolution of the stage's input channels.
+// By a block, between two __syncthreads: conv += the convolution of the stage's input channels.
 template <typename T, Direction DIRECTION>
-__device__ __forceinline__ void convolve_stage(const Arguments& p, const float* x, const float* weights,
-    const Shared& shared, int channels, float unit, float (&h)[kChannels][kPixels]) {
-    const Fragment fragment(p);
-    if constexpr (kTensor) {
-        const int of_16_channels = (p.kernel * p.kernel + 1) / 2 * kPieces<T> * 32;  // uint4s
-        const uint4* const warp_weights =
-            reinterpret_cast<const uint4*>(weights) + fragment.channel / 16 * of_16_channels;
-        const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(x)) + fragment.row * kPitch * 16;
-        multiply<T>(p, warp_x, warp_weights + read_thread() % 32, shared.offsets, unit, h);
+__device__ __forceinline__ void convolve_stage(const Arguments& p, const float* stage_x, const float* weights,
+    const Shared& shared, int channels, float unscale, ThreadTile& conv) {
+    const ThreadOrigin origin(p);
+    if constexpr (kTensorCores) {
+        const int uint4s_per_warp = (p.kernel_size * p.kernel_size + 1) / 2 * kPieces<T> * 32;
+        const auto* const warp_weights =
+            reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_warp;
+        const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(stage_x)) + origin.row * kPitch * 16;
+        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, unscale, conv);
     } else {
-        x += fragment.row * kPitch + fragment.column;
-        weights += fragment.channel;
+        const float* const thread_x = stage_x + origin.row * kPitch + origin.column;
+        const float* const thread_weights = weights + origin.channel;
         if constexpr (DIRECTION == kInputGradient) {
-            // dh often has 32 channels or more. 32 channels make 288 products. Added up in one running sum, they have
-            // twice the rounding error that they have if each stage is summed first, and its sum added. (The forward
-            // of up to 32 channels has no registers for a second set of sums.)
-            float sum[kChannels][kPixels] = {};
-            accumulate<3>(p, x, weights, channels, sum);  // PyTorch computes the dx of other kernels than 3x3
+            // dh often has 32 channels or more. 32 channels make 288 products. One running sum of them has twice the
+            // rounding error of summing each stage by itself and then adding the stages' sums. (The forward of up to
+            // 32 channels has no registers for a second set of sums.)
+            ThreadTile acc = {};
+            convolve_fma<3>(p, thread_x, thread_weights, channels, acc);  // PyTorch computes dx of other kernel sizes
 #pragma unroll
-            for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] += sum[i / kPixels][i % kPixels];
-        } else if (p.kernel == 3) {
-            accumulate<3>(p, x, weights, channels, h);
+            for (int i = 0; i < kThreadValues; ++i)
+                conv[i / kThreadPixels][i % kThreadPixels] += acc[i / kThreadPixels][i % kThreadPixels];
+        } else if (p.kernel_size == 3) {
+            convolve_fma<3>(p, thread_x, thread_weights, channels, conv);
         } else {
-            accumulate<1>(p, x, weights, channels, h);
+            convolve_fma<1>(p, thread_x, thread_weights, channels, conv);
         }
     }
 }
@@ -828,42 +845,43 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; these sums are added up in double.
 // The order of additions is fixed: results are the same bits each time.
 
-// A sum of floats and, if EXACT, the sum of the additions' rounding errors (Knuth's two-sum); otherwise `lost` stays 0.
-// The sums of g are EXACT: their total is beta's gradient, which may be near zero although the terms are not. Its terms
-// are the given g, so that these additions make its only errors. If the sum is not finite, `lost` is not used.
+// A sum of floats and, if COMPENSATED, of the additions' rounding errors (Knuth's two-sum); else `lost` stays 0. The
+// sums of g are COMPENSATED: their total is dbeta, which may be near zero although the g are not. The g are inputs,
+// without error, so all of dbeta's error comes from these additions. If the sum is not finite, `lost` is not used.
 struct CompensatedSum {
     float sum, lost;
-    template <bool EXACT> __device__ __forceinline__ void add(float v) {
+    template <bool COMPENSATED> __device__ __forceinline__ void add(float v) {
         const float before = sum;
         sum += v;
         const float added = sum - before;
-        if (EXACT) lost += (before - (sum - added)) + (v - added);
+        if (COMPENSATED) lost += (before - (sum - added)) + (v - added);
     }
     __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + lost : sum; }
 };
 // Sends `given` to the lane whose number is this one's xor `distance`, and adds to `to` what that lane sends.
-template <bool EXACT>
+template <bool COMPENSATED>
 __device__ __forceinline__ void add_from_lane(CompensatedSum& to, CompensatedSum given, int distance) {
-    to.add<EXACT>(__shfl_xor_sync(~0u, given.sum, distance));
-    if (EXACT) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
+    to.add<COMPENSATED>(__shfl_xor_sync(~0u, given.sum, distance));
+    if (COMPENSATED) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
 }
 // A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane has eight values or, with tensor
 // cores, four. It returns one of them, summed over these lanes: number lane / 4 of eight, or lane % 4 of four. In each
 // step a lane sends half of its values to another lane, and adds what it receives to the other half.
-template <bool EXACT> __device__ __forceinline__ CompensatedSum sum_of_lanes(CompensatedSum (&values)[2 * kChannels]) {
+template <bool COMPENSATED>
+__device__ __forceinline__ CompensatedSum reduce_scatter(CompensatedSum (&values)[2 * kThreadChannels]) {
     int distance = kChannelLanes / 2;
 #pragma unroll
-    for (int half = kChannels; half > 0; half /= 2) {
+    for (int half = kThreadChannels; half > 0; half /= 2) {
         const bool upper = read_thread() & distance;
 #pragma unroll
         for (int i = 0; i < half; ++i) {
             const CompensatedSum given = upper ? values[i] : values[i + half];
             if (upper) values[i] = values[i + half];
-            add_from_lane<EXACT>(values[i], given, distance);
+            add_from_lane<COMPENSATED>(values[i], given, distance);
         }
         distance /= 2;
     }
-    for (; distance > 0; distance /= 2) add_from_lane<EXACT>(values[0], values[0], distance);
+    for (; distance > 0; distance /= 2) add_from_lane<COMPENSATED>(values[0], values[0], distance);
     return values[0];
 }
 
@@ -872,273 +890,280 @@ template <bool EXACT> __device__ __forceinline__ CompensatedSum sum_of_lanes(Com
 //     forward                             the sums of v and v^2. The warps' are of d = v - anchor and d^2, so it adds
 //                                         what is missing: v = d + anchor, v^2 = d^2 + anchor (2 d + anchor)
 //     backward, after sum_gradients       the sums of g and g (v - mean): the anchors are 0
-//     backward, after write_gradients     the sums of dz / rstd and dz h / rstd: the anchors are 0
-__device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
-    const int warps = 1 << sharing_warps_log2(p), first = c / kWarpChannels * warps;  // warps that have the channel
-    const int warp_channel = c % kWarpChannels, columns = min(kColumns, p.columns - tile.column);  // inside the output
-    double2 all = {};
-    for (int warp = first; warp < first + warps; ++warp) {
-        const int rows = min(kWarpRows, p.rows - tile.row - (warp - first) * kWarpRows);  // inside the output
-        if (rows <= 0) break;
-        const double n = rows * columns, anchor = shared.anchors[warp][warp_channel];
-        const double sum = shared.sums[0][warp][warp_channel], square = shared.sums[1][warp][warp_channel];
-        all.x += sum + n * anchor;
-        all.y += square + anchor * (2 * sum + n * anchor);
+//     backward, after write_dh            the sums of dz / rstd and dz h / rstd: the anchors are 0
+__device__ __forceinline__ double2 sums_of_warps(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
+    const int warps = 1 << row_warps_log2(p), first_warp = c / kWarpChannels * warps;  // warps that have the channel
+    const int warp_channel = c % kWarpChannels, columns_left = min(kTileColumns, p.out_width - tile.column);
+    double2 totals = {};
+    for (int warp = first_warp; warp < first_warp + warps; ++warp) {
+        const int rows_left = min(kWarpRows, p.out_height - tile.row - (warp - first_warp) * kWarpRows);
+        if (rows_left <= 0) break;  // rows_left and columns_left are those inside the output
+        const double n = rows_left * columns_left, anchor = shared.anchors[warp][warp_channel];
+        const double first_sum = shared.warp_sums[0][warp][warp_channel];
+        const double second_sum = shared.warp_sums[1][warp][warp_channel];
+        totals.x += first_sum + n * anchor;
+        totals.y += second_sum + anchor * (2 * first_sum + n * anchor);
     }
-    return all;
+    return totals;
 }
 
 __device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int part) {
     return p.partials + ((int64_t(sample) * p.groups + group) * p.max_parts + part) * p.pixel_tiles;
 }
 // The tile's partial sum of a channel's gradient: `which` is 0 for dbeta, 1 dgamma, 2 dbias, 3 dscale.
-__device__ __forceinline__ double& channel_sum(const Arguments& p, const Tile& tile, int which, int c) {
+__device__ __forceinline__ double& grad_partial(const Arguments& p, const Tile& tile, int which, int c) {
     const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
-    return p.channel_sums[(row * 4 + which) * p.out_channels + tile.channel + c];
+    return p.grad_partials[(row * 4 + which) * p.out_channels + tile.first_channel + c];
 }
 
 // By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
 template <Direction DIRECTION>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = read_thread(), end = min(p.outs, p.out_channels - tile.channel);
+    const int lane = read_thread(), end = min(p.tile_outs, p.out_channels - tile.first_channel);
     if (lane < end) {
-        double2 all = sums_of_channel(p, tile, shared, lane);
+        double2 totals = sums_of_warps(p, tile, shared, lane);
         if (DIRECTION == kBackward) {
-            const int64_t group = int64_t(tile.sample) * p.groups + (tile.channel + lane) / p.group_channels;
+            const int64_t group = int64_t(tile.sample) * p.groups + (tile.first_channel + lane) / p.group_channels;
             const Statistics statistics = p.statistics[group];
-            const double gamma = shared.parameters[lane].z;
-            all.y = (all.y - statistics.mean_lo * all.x) * statistics.rstd;  // of g times the normalised v
-            channel_sum(p, tile, 0, lane) = all.x;
-            channel_sum(p, tile, 1, lane) = all.y;
-            all = {gamma * all.x, gamma * all.y};
+            const double gamma = shared.parameters[lane].gamma;
+            totals.y = (totals.y - statistics.mean_lo * totals.x) * statistics.rstd;  // of g times the normalized v
+            grad_partial(p, tile, 0, lane) = totals.x;
+            grad_partial(p, tile, 1, lane) = totals.y;
+            totals = {gamma * totals.x, gamma * totals.y};
         }
-        shared.channels[lane] = all;
+        shared.channel_totals[lane] = totals;
     }
     __syncwarp();
     // A lane adds up the tile's channels of one group. `part` is the tile's index among the group's channel tiles.
-    const int group = tile.group + lane, first = group * p.group_channels;
-    if (first < tile.channel + end) {
-        double2 all = {};
-        for (int c = max(first - tile.channel, 0); c < min(first + p.group_channels - tile.channel, end); ++c) {
-            all = {all.x + shared.channels[c].x, all.y + shared.channels[c].y};
+    const int group = tile.group + lane, first_channel = group * p.group_channels;
+    if (first_channel < tile.first_channel + end) {
+        double2 totals = {};
+        for (int c = max(first_channel - tile.first_channel, 0);
+            c < min(first_channel + p.group_channels - tile.first_channel, end); ++c) {
+            totals = {totals.x + shared.channel_totals[c].x, totals.y + shared.channel_totals[c].y};
         }
-        const int part = (tile.channel >> p.outs_log2) - (first >> p.outs_log2);
-        partials_of(p, tile.sample, group, part)[tile.pixel_tile] = all;
+        const int part = (tile.first_channel >> p.tile_outs_log2) - (first_channel >> p.tile_outs_log2);
+        partials_of(p, tile.sample, group, part)[tile.pixel_tile] = totals;
     }
     if (p.mode != kFused) return;
     __syncwarp();
-    unsigned* const done = p.done + int64_t(tile.sample) * kCounterStride;
+    unsigned* const counter = p.counters + int64_t(tile.sample) * kCounterStride;
     // A thread that acquires a count with this 1 in it sees the warp's writes. With a __threadfence here and one after
     // the wait, in place of release and acquire, the kernel takes 1.012 times as long.
-    if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(done) : "memory");
+    if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(counter) : "memory");
 }
 
 // By one thread, before __syncthreads: spins until all tiles of the sample are published.
 __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
-    const unsigned* const done = p.done + int64_t(sample) * kCounterStride;
+    const unsigned* const counter = p.counters + int64_t(sample) * kCounterStride;
     while (true) {
         unsigned count;
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(done) : "memory");
-        if (count >= unsigned(p.tiles)) return;
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+        if (count >= unsigned(p.sample_tiles)) return;
         __nanosleep(20);  // ns
     }
 }
 
-// By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues.
-// The forward also writes the group's Statistics.
+// By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues
+// from their means. The forward also writes the group's Statistics.
 template <Direction DIRECTION>
-__device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = read_thread() % 32, end = min(tile.channel + p.outs, p.out_channels);
+__device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& tile, Shared& shared) {
+    const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_outs, p.out_channels);
     for (int group = tile.group + read_thread() / 32; true; group += kWarps) {
-        const int first = group * p.group_channels, last = first + p.group_channels - 1;
-        if (first >= end) return;
+        const int first_channel = group * p.group_channels, last_channel = first_channel + p.group_channels - 1;
+        if (first_channel >= end) return;
         const double2* const partials = partials_of(p, tile.sample, group, 0);
-        double2 all = {};
-        const int parts = (last >> p.outs_log2) - (first >> p.outs_log2) + 1;
+        double2 totals = {};
+        const int parts = (last_channel >> p.tile_outs_log2) - (first_channel >> p.tile_outs_log2) + 1;
 #pragma unroll 4
         for (int i = lane; i < parts * p.pixel_tiles; i += 32) {
             const double2 one = __ldcg(partials + i);
-            all = {all.x + one.x, all.y + one.y};
+            totals = {totals.x + one.x, totals.y + one.y};
         }
         for (int distance = 16; distance > 0; distance /= 2) {
-            all.x += __shfl_xor_sync(~0u, all.x, distance);
-            all.y += __shfl_xor_sync(~0u, all.y, distance);
+            totals.x += __shfl_xor_sync(~0u, totals.x, distance);
+            totals.y += __shfl_xor_sync(~0u, totals.y, distance);
         }
-        const double first_mean = all.x * p.per_value, second_mean = all.y * p.per_value;  // of what was published
+        const double mean_of_first = totals.x * p.inverse_count, mean_of_second = totals.y * p.inverse_count;
         Statistics& stored = p.statistics[int64_t(tile.sample) * p.groups + group];
         Statistics statistics;
         if (DIRECTION == kBackward) {
             statistics = stored;
         } else {
-            const double variance = second_mean - first_mean * first_mean;
-            statistics.mean = float(first_mean);
-            statistics.mean_lo = float(first_mean - statistics.mean);
+            const double variance = mean_of_second - mean_of_first * mean_of_first;
+            statistics.mean = float(mean_of_first);
+            statistics.mean_lo = float(mean_of_first - statistics.mean);
             statistics.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
             // The group's other channel tiles write the same.
             if (lane == 0 && tile.pixel_tile == 0) stored = statistics;
         }
-        for (int c = max(first, tile.channel) + lane; c <= min(last, end - 1); c += 32) {
-            const float4 parameters = shared.parameters[c - tile.channel];
-            Epilogue& epilogue = shared.epilogue[c - tile.channel];
+        for (int out_channel = max(first_channel, tile.first_channel) + lane; out_channel <= min(last_channel, end - 1);
+            out_channel += 32) {
+            const ChannelParameters parameters = shared.parameters[out_channel - tile.first_channel];
+            Epilogue& epilogue = shared.epilogue[out_channel - tile.first_channel];
             if (DIRECTION == kBackward) {
-                const double slope = second_mean * statistics.rstd;
-                const float offset = float(first_mean - statistics.mean_lo * slope);
-                epilogue = {statistics.mean, parameters.z, offset, float(slope), statistics.rstd};
+                const double slope = mean_of_second * statistics.rstd;
+                const float shift = float(mean_of_first - statistics.mean_lo * slope);
+                epilogue = {statistics.mean, parameters.gamma, shift, float(slope), statistics.rstd};
             } else {
-                const float factor = parameters.z * statistics.rstd;
+                const float factor = parameters.gamma * statistics.rstd;
                 // An infinite gamma rstd gives NaN, as in ATen.
-                const float offset = isfinite(factor) ? parameters.w - statistics.mean_lo * factor : NAN;
-                epilogue = {statistics.mean, factor, offset};
+                const float shift = isfinite(factor) ? parameters.beta - statistics.mean_lo * factor : NAN;
+                epilogue = {statistics.mean, factor, shift};
             }
         }
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The kernel, and what differs between its directions. h[o][i] is the value of the thread's channel o, pixel i.
+// The kernel, and what differs between its directions.
 
-// By a warp: adds up its lanes' sums, and writes them to shared memory for sums_of_channel.
-template <bool EXACT>
-__device__ __forceinline__ void keep_sums(
-    CompensatedSum (&sums)[2 * kChannels], const float (&anchors)[kChannels], Shared& shared) {
+// By a warp: adds up its lanes' sums, and writes them to shared memory for sums_of_warps.
+template <bool COMPENSATED>
+__device__ __forceinline__ void store_warp_sums(
+    CompensatedSum (&sums)[2 * kThreadChannels], const float (&anchors)[kThreadChannels], Shared& shared) {
     const int warp = read_thread() / 32, lane = read_thread() % 32;
-    const CompensatedSum sum = sum_of_lanes<EXACT>(sums);
-    if (!kTensor && lane % 4 != 0) return;
-    // Which of the 2 kChannels sums this lane has. The lanes with a sum of the first half also write its anchor.
-    const int which = kTensor ? lane % 4 : lane / 4;
-    const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStride;
-    shared.sums[which / kChannels][warp][c] = sum.total();
+    const CompensatedSum sum = reduce_scatter<COMPENSATED>(sums);
+    if (!kTensorCores && lane % 4 != 0) return;
+    // Which of the 2 kThreadChannels sums this lane has. The lanes with a sum of the first half also write its anchor.
+    const int which = kTensorCores ? lane % 4 : lane / 4;
+    const int c = (kTensorCores ? lane / kChannelLanes : 0) + which % kThreadChannels * kChannelStride;
+    shared.warp_sums[which / kThreadChannels][warp][c] = sum.total();
     float anchor = anchors[0];
 #pragma unroll
-    for (int o = 1; o < kChannels; ++o) anchor = which == o ? anchors[o] : anchor;
-    if (which < kChannels) shared.anchors[warp][c] = anchor;
+    for (int o = 1; o < kThreadChannels; ++o) anchor = which == o ? anchors[o] : anchor;
+    if (which < kThreadChannels) shared.anchors[warp][c] = anchor;
 }
 
 // Forward, by a warp: adds up v - anchor and its square, where anchor is one of the warp's values of the same channel.
 // Without the anchor, values that are all close to 1 would lose their variance to rounding.
-__device__ __forceinline__ void sum_values(float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared) {
-    const bool whole = __all_sync(~0u, pixels.all_valid());
-    constexpr int kSecond = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
-    constexpr int kThird = 6 * kPairs;  // a pixel of the fourth row
-    const unsigned valid = __shfl_sync(~0u, pixels.valid, kSecond, kChannelLanes) & pixels.valid >> kThird;
-    const bool three = (valid & 1) != 0;  // of each channel's first lane: only its value is used
-    CompensatedSum sums[2 * kChannels] = {};
-    float anchors[kChannels];
+__device__ __forceinline__ void sum_values(ThreadTile& v, const OutputMap& map, Shared& shared) {
+    const bool is_whole = __all_sync(~0u, map.all_valid());
+    constexpr int kSecondLane = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
+    constexpr int kThirdPixel = 6 * kPairs;  // a pixel of the fourth row
+    const unsigned valid = __shfl_sync(~0u, map.valid_mask, kSecondLane, kChannelLanes) & map.valid_mask >> kThirdPixel;
+    const bool has_three = (valid & 1) != 0;  // of each channel's first lane: only its value is used
+    CompensatedSum sums[2 * kThreadChannels] = {};
+    float anchors[kThreadChannels];
 #pragma unroll
-    for (int o = 0; o < kChannels; ++o) {
+    for (int o = 0; o < kThreadChannels; ++o) {
         // The anchor is the median of three pixels: the first lane's first pixel, one of its fourth row, and the pixel
         // four columns to the right of the first. In a 3x3 convolution no two depend on the same pixel of x, so a huge
         // x, which saturates v near it, does not make the anchor an outlier. If the second or the third is outside the
-        // output, the anchor is the first. If that is outside too, sums_of_channel omits this warp.
+        // output, the anchor is the first. If that is outside too, sums_of_warps omits this warp.
         const float first = v[o][0];
-        const float right = __shfl_sync(~0u, first, kSecond, kChannelLanes);
-        const float second = three ? right : first;
-        const float third = three ? v[o][kThird] : first;
+        const float right = __shfl_sync(~0u, first, kSecondLane, kChannelLanes);
+        const float second = has_three ? right : first;
+        const float third = has_three ? v[o][kThirdPixel] : first;
         const float middle = fmaxf(fminf(first, second), fminf(fmaxf(first, second), third));
         const float anchor = __shfl_sync(~0u, middle, 0, kChannelLanes);
         anchors[o] = anchor;
-        if (!whole) {
+        if (!is_whole) {  // outside the output let v be the anchor, which adds nothing
 #pragma unroll
-            for (int i = 0; i < kPixels; ++i) v[o][i] = pixels.valid >> i & 1 ? v[o][i] : anchor;  // adds nothing
+            for (int i = 0; i < kThreadPixels; ++i) v[o][i] = map.valid_mask >> i & 1 ? v[o][i] : anchor;
         }
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
+        for (int i = 0; i < kThreadPixels; ++i) {
             const float d = v[o][i] - anchor;
             sums[o].sum += d;
-            sums[kChannels + o].sum = fmaf(d, d, sums[kChannels + o].sum);
+            sums[kThreadChannels + o].sum = fmaf(d, d, sums[kThreadChannels + o].sum);
         }
     }
-    keep_sums<false>(sums, anchors, shared);
+    store_warp_sums<false>(sums, anchors, shared);
 }
 // By a warp, with tensor cores: computes the output of its 16 channels, row by row, in its part of the row buffer, and
 // copies each row to `out`. So a store writes 128 contiguous bytes of a channel, not 32; in 16 bits 64, not 16.
 template <typename T>
-__device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
-    const Pixels& pixels, const Shared& shared, float* row_buffer) {
-    constexpr int kLanes = kColumns / 2, kAtOnce = 32 / kLanes;  // lanes per channel; channels written at once
-    const int lane = read_thread() % 32, first = pixels.channel / 16 * 16, of_lane = lane / kLanes;
-    const int row = tile.row + Fragment(p).row, column = tile.column + lane % kLanes * 2;
-    const int rows = column < p.columns ? p.rows - row : 0;  // from the warp's first row to the output's last
-    const int channels = p.out_channels - tile.channel - first - of_lane;
-    const int64_t of_channel = (int64_t(tile.sample) * p.out_channels + tile.channel + first + of_lane) * pixels.plane;
-    T* const to = static_cast<T*>(p.out) + of_channel + int64_t(row) * p.columns + column;
-    const int64_t stride = int64_t(kAtOnce) * pixels.plane;
-    const bool even = p.columns % 2 == 0;
+__device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const ThreadTile& values,
+    const OutputMap& map, const Shared& shared, float* row_buffer) {
+    constexpr int kRowLanes = kTileColumns / 2, kAtOnce = 32 / kRowLanes;  // lanes per channel; channels at once
+    const int lane = read_thread() % 32, warp_first_channel = map.channel / 16 * 16, lane_channel = lane / kRowLanes;
+    const int row = tile.row + ThreadOrigin(p).row, column = tile.column + lane % kRowLanes * 2;
+    // From the warp's first row, and the lane's first channel, to the output's last.
+    const int rows_left = column < p.out_width ? p.out_height - row : 0;
+    const int channels_left = p.out_channels - tile.first_channel - warp_first_channel - lane_channel;
+    const int64_t channel_start =
+        (int64_t(tile.sample) * p.out_channels + tile.first_channel + warp_first_channel + lane_channel) * map.plane;
+    T* const to = static_cast<T*>(p.out) + channel_start + int64_t(row) * p.out_width + column;
+    const int64_t stride = int64_t(kAtOnce) * map.plane;
+    const bool even = p.out_width % 2 == 0;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kThreadRows; ++r) {
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < kValues / kRows; i += 2) {
+        for (int i = 0; i < kThreadValues / kThreadRows; i += 2) {
             const int o = i / (2 * kPairs), pair = i / 2 % kPairs, pixel = r * 2 * kPairs + pair * 2;
-            const int c = pixels.channel + o * kChannelStride;
+            const int c = map.channel + o * kChannelStride;
             const Epilogue epilogue = shared.epilogue[c];
-            float* const buffered = row_buffer + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2;
+            float* const buffered = row_buffer + (c - warp_first_channel) * kOutPitch + pair * 8 + lane % 4 * 2;
             *reinterpret_cast<float2*>(buffered) =
-                make_float2(normalise(v[o][pixel], epilogue), normalise(v[o][pixel + 1], epilogue));
+                make_float2(normalize(values[o][pixel], epilogue), normalize(values[o][pixel + 1], epilogue));
         }
         __syncwarp();
         float2 pairs[16 / kAtOnce];
 #pragma unroll
         for (int c = 0; c < 16; c += kAtOnce) {
             pairs[c / kAtOnce] =
-                *reinterpret_cast<const float2*>(row_buffer + (c + of_lane) * kOutPitch + lane % kLanes * 2);
+                *reinterpret_cast<const float2*>(row_buffer + (c + lane_channel) * kOutPitch + lane % kRowLanes * 2);
         }
-        if (r >= rows) continue;
-        T* pixel = to + r * p.columns;
+        if (r >= rows_left) continue;
+        T* pixel = to + r * p.out_width;
 #pragma unroll
         for (int c = 0; c < 16; c += kAtOnce) {
             const Pack<T, 2> pack = {from_float<T>(pairs[c / kAtOnce].x), from_float<T>(pairs[c / kAtOnce].y)};
-            if (c < channels && even) *reinterpret_cast<Pack<T, 2>*>(pixel) = pack;
-            if (c < channels && !even) pixel[0] = pack.values[0];
-            if (c < channels && !even && column + 1 < p.columns) pixel[1] = pack.values[1];
+            if (c < channels_left && even) *reinterpret_cast<Pack<T, 2>*>(pixel) = pack;
+            if (c < channels_left && !even) pixel[0] = pack.values[0];
+            if (c < channels_left && !even && column + 1 < p.out_width) pixel[1] = pack.values[1];
             pixel += stride;
         }
     }
 }
-// Writes the tile's output. The row buffer is x's shared memory, which the convolution no longer needs.
+// Writes the tile's output. With tensor cores the row buffer takes stage_x's memory, which the convolution has used.
 template <typename T>
-__device__ __forceinline__ void write_values(
-    const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* row_buffer) {
-    const Pixels pixels(p, tile);
-    if constexpr (kTensor) {
+__device__ __forceinline__ void write_output(
+    const Arguments& p, const Tile& tile, ThreadTile& values, const Shared& shared, float* row_buffer) {
+    const OutputMap map(p, tile);
+    if constexpr (kTensorCores) {
         row_buffer += read_thread() / 32 * 16 * kOutPitch;
-        write_rows<T>(p, tile, v, pixels, shared, row_buffer);
+        write_rows<T>(p, tile, values, map, shared, row_buffer);
         __syncthreads();  // because the next stage overwrites the row buffer
     } else {
 #pragma unroll
-        for (int o = 0; o < kChannels; ++o) {
-            const Epilogue epilogue = shared.epilogue[pixels.channel + o * kChannelStride];
+        for (int o = 0; o < kThreadChannels; ++o) {
+            const Epilogue epilogue = shared.epilogue[map.channel + o * kChannelStride];
 #pragma unroll
-            for (int i = 0; i < kPixels; ++i) v[o][i] = normalise(v[o][i], epilogue);
+            for (int i = 0; i < kThreadPixels; ++i) values[o][i] = normalize(values[o][i], epilogue);
 #pragma unroll
-            for (int i = 0; i < kPixels; i += kChunk) {
-                store_pixels(static_cast<T*>(p.out), pixels, o, i, reinterpret_cast<float (&)[kChunk]>(v[o][i]));
+            for (int i = 0; i < kThreadPixels; i += kChunkPixels) {
+                store_pixels(static_cast<T*>(p.out), map, o, i, reinterpret_cast<Chunk&>(values[o][i]));
             }
         }
     }
 }
 
-// By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0.
+// By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0. Of the
+// second sums, which are not added up by `add`, only the additions among lanes are compensated.
 template <typename T>
 __device__ __forceinline__ void sum_gradients(
-    const Arguments& p, const Tile& tile, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared) {
-    CompensatedSum sums[2 * kChannels] = {};
+    const Arguments& p, const Tile& tile, const ThreadTile& h, const OutputMap& map, Shared& shared) {
+    CompensatedSum sums[2 * kThreadChannels] = {};
 #pragma unroll
-    for (int i = 0; i < kValues; i += kChunk) {
-        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStride;
-        const int group = min(tile.channel + c, p.out_channels - 1) / p.group_channels;
-        const float mean = p.statistics[int64_t(tile.sample) * p.groups + group].mean, scale = shared.parameters[c].y;
-        float g[kChunk];
-        load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
+    for (int i = 0; i < kThreadValues; i += kChunkPixels) {
+        const int o = i / kThreadPixels, begin = i % kThreadPixels, c = map.channel + o * kChannelStride;
+        const int group = min(tile.first_channel + c, p.out_channels - 1) / p.group_channels;
+        const float mean = p.statistics[int64_t(tile.sample) * p.groups + group].mean;
+        const float scale = shared.parameters[c].scale;
+        Chunk g;
+        load_pixels(static_cast<const T*>(p.g), map, o, begin, g);
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
+        for (int k = 0; k < kChunkPixels; ++k) {
             sums[o].add<true>(g[k]);
-            float& other = sums[kChannels + o].sum;
+            float& other = sums[kThreadChannels + o].sum;
             other = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, other);
         }
         __syncwarp();  // otherwise nvcc moves all loads of g to the front, and runs out of registers
     }
-    keep_sums<true>(sums, {}, shared);
+    store_warp_sums<true>(sums, {}, shared);
 }
 // Calls use(dh), with a pointer to the backward's output, of its type: T or, under autocast, a type of 16 bits.
 template <typename T, typename F> __device__ __forceinline__ void with_dh(const Arguments& p, F use) {
@@ -1146,101 +1171,101 @@ template <typename T, typename F> __device__ __forceinline__ void with_dh(const 
     else if (p.dh_type == 1) use(static_cast<__half*>(p.out));
     else use(static_cast<__nv_bfloat16*>(p.out));
 }
-// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. The variables `dv` and `dz`
-// lack the factor rstd, and so do the sums that it adds up, of dz and of dz h.
+// By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. The sums that it adds up, of
+// dz and of dz h, lack the factor rstd.
 template <typename T>
-__device__ __forceinline__ void write_gradients(
-    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared) {
-    CompensatedSum sums[2 * kChannels] = {};
+__device__ __forceinline__ void write_dh(
+    const Arguments& p, const ThreadTile& h, const OutputMap& map, Shared& shared) {
+    CompensatedSum sums[2 * kThreadChannels] = {};
 #pragma unroll
-    for (int i = 0; i < kValues; i += kChunk) {
-        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStride;
-        float g[kChunk];  // then dh
-        load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
+    for (int i = 0; i < kThreadValues; i += kChunkPixels) {
+        const int o = i / kThreadPixels, begin = i % kThreadPixels, c = map.channel + o * kChannelStride;
+        Chunk chunk;  // g, then dh
+        load_pixels(static_cast<const T*>(p.g), map, o, begin, chunk);
         const Epilogue epilogue = shared.epilogue[c];
-        const float scale = shared.parameters[c].y;
+        const float scale = shared.parameters[c].scale;
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) {
+        for (int k = 0; k < kChunkPixels; ++k) {
             const float value = h[o][begin + k], z = value * scale;
-            const float of_means = fmaf(activation(z) - epilogue.mean, epilogue.slope, epilogue.offset);
-            const float dv = fmaf(epilogue.factor, g[k], -of_means);
-            const float dz = pixels.valid >> (begin + k) & 1 ? dv * activation_gradient(z) : 0.0f;
-            sums[o].sum += dz;
-            sums[kChannels + o].sum = fmaf(dz, value, sums[kChannels + o].sum);
-            g[k] = dz * epilogue.rstd * scale;
+            const float mean_terms = fmaf(activation(z) - epilogue.mean, epilogue.slope, epilogue.shift);
+            const float dv_over_rstd = fmaf(epilogue.factor, chunk[k], -mean_terms);
+            const float dz_over_rstd = map.valid_mask >> (begin + k) & 1 ? dv_over_rstd * activation_gradient(z) : 0.0f;
+            sums[o].sum += dz_over_rstd;
+            sums[kThreadChannels + o].sum = fmaf(dz_over_rstd, value, sums[kThreadChannels + o].sum);
+            chunk[k] = dz_over_rstd * epilogue.rstd * scale;
         }
-        with_dh<T>(p, [&](auto* to) { store_pixels(to, pixels, o, begin, g); });
+        with_dh<T>(p, [&](auto* to) { store_pixels(to, map, o, begin, chunk); });
         __syncwarp();  // as in sum_gradients
     }
-    keep_sums<false>(sums, {}, shared);
+    store_warp_sums<false>(sums, {}, shared);
 }
 
 // By the first warp, after __syncthreads: writes the tile's partial sums of dbias and dscale.
-__device__ __forceinline__ void write_channel_sums(const Arguments& p, const Tile& tile, const Shared& shared) {
+__device__ __forceinline__ void write_bias_scale_partials(const Arguments& p, const Tile& tile, const Shared& shared) {
     const int lane = read_thread();
-    if (lane >= min(p.outs, p.out_channels - tile.channel)) return;
-    const double2 all = sums_of_channel(p, tile, shared, lane);
-    const double rstd = shared.epilogue[lane].rstd, scale = shared.parameters[lane].y;
-    channel_sum(p, tile, 2, lane) = all.x * rstd * scale;
-    channel_sum(p, tile, 3, lane) = all.y * rstd;
+    if (lane >= min(p.tile_outs, p.out_channels - tile.first_channel)) return;
+    const double2 totals = sums_of_warps(p, tile, shared, lane);
+    const double rstd = shared.epilogue[lane].rstd, scale = shared.parameters[lane].scale;
+    grad_partial(p, tile, 2, lane) = totals.x * rstd * scale;
+    grad_partial(p, tile, 3, lane) = totals.y * rstd;
 }
 
 // By a block, in place of a convolution: loads its channels' parameters and, by each thread, its values of conv(x).
 template <typename T>
 __device__ __forceinline__ void load_convolved(
-    const Arguments& p, const Tile& tile, Shared& shared, float (&h)[kChannels][kPixels]) {
-    load_parameters<T>(p, tile.channel, shared);
-    const Pixels pixels(p, tile);
+    const Arguments& p, const Tile& tile, Shared& shared, ThreadTile& values) {
+    load_parameters<T>(p, tile.first_channel, shared);
+    const OutputMap map(p, tile);
 #pragma unroll
-    for (int i = 0; i < kValues; i += kChunk) {
-        auto& to = reinterpret_cast<float (&)[kChunk]>(h[i / kPixels][i % kPixels]);
-        load_pixels(static_cast<const T*>(p.x), pixels, i / kPixels, i % kPixels, to);
+    for (int i = 0; i < kThreadValues; i += kChunkPixels) {
+        auto& to = reinterpret_cast<Chunk&>(values[i / kThreadPixels][i % kThreadPixels]);
+        load_pixels(static_cast<const T*>(p.x), map, i / kThreadPixels, i % kThreadPixels, to);
     }
     __syncthreads();
 }
-// Adds the bias and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
-// there, but an infinite weight or x may make h NaN, and NaN times 0 is NaN. (Why not 0: 0 times an infinite scale is
-// NaN.)
+// Adds the biases and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
+// there, but an infinite weight or x may make h NaN; NaN times 0 is NaN. (Not 0: 0 times an infinite scale is NaN.)
 template <Direction DIRECTION>
 __device__ __forceinline__ void add_bias_and_activate(
-    const Arguments& p, const Tile& tile, const Shared& shared, float (&h)[kChannels][kPixels]) {
-    const Fragment fragment(p);
+    const Arguments& p, const Tile& tile, const Shared& shared, ThreadTile& values) {
+    const ThreadOrigin origin(p);
 #pragma unroll
-    for (int o = 0; o < kChannels; ++o) {
-        const float4 parameters = shared.parameters[fragment.channel + o * kChannelStride];
+    for (int o = 0; o < kThreadChannels; ++o) {
+        const ChannelParameters parameters = shared.parameters[origin.channel + o * kChannelStride];
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-            h[o][i] += parameters.x;
-            if (DIRECTION == kForward) h[o][i] = activation(h[o][i] * parameters.y);
+        for (int i = 0; i < kThreadPixels; ++i) {
+            values[o][i] += parameters.bias;
+            if (DIRECTION == kForward) values[o][i] = activation(values[o][i] * parameters.scale);
         }
     }
     if constexpr (DIRECTION == kBackward) {
-        const Pixels pixels(p, tile);
-        if (__all_sync(~0u, pixels.all_valid())) return;
+        const OutputMap map(p, tile);
+        if (__all_sync(~0u, map.all_valid())) return;
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) {
-            float& value = h[i / kPixels][i % kPixels];
-            value = pixels.valid >> i % kPixels & 1 ? value : 1.0f;
+        for (int i = 0; i < kThreadValues; ++i) {
+            float& value = values[i / kThreadPixels][i % kThreadPixels];
+            value = map.valid_mask >> i % kThreadPixels & 1 ? value : 1.0f;
         }
     }
 }
 template <typename T, Direction DIRECTION>
-__global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradient ? 1 : kBlocks)
+__global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInputGradient ? 1 : kBlocksPerSM)
     convolve_and_normalize(const __grid_constant__ Arguments p) {
-    // Dynamic shared memory: x | weights of all stages or, unless keeps_weights, of one | raw, if kRaw; else raw is x.
+    // Dynamic shared memory: stage_x | weights of all stages or, unless keeps_weights, of one | raw, if kHasRaw.
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
-    float* const x = reinterpret_cast<float*>(dynamic);
-    float* const weights = x + p.x_floats;
-    constexpr bool kRaw = sizeof(T) == 2 || kTensor;  // x is copied to memory of its own
-    T* const raw = reinterpret_cast<T*>(kRaw ? weights + (p.keeps_weights ? p.stages : 1) * p.weight_floats : x);
+    float* const stage_x = reinterpret_cast<float*>(dynamic);
+    float* const weights = stage_x + p.x_floats;
+    constexpr bool kHasRaw = sizeof(T) == 2 || kTensorCores;  // x is copied to memory of its own, else to stage_x
+    T* const raw =
+        reinterpret_cast<T*>(kHasRaw ? weights + (p.keeps_weights ? p.stages : 1) * p.weight_floats : stage_x);
     if (read_thread() == 0) shared.tiles[0].set(p, blockIdx.x);
-    if (kTensor && read_thread() <= kMaxTaps) {
-        const int tap = read_thread() < p.kernel * p.kernel ? read_thread() : 0;
-        shared.offsets[read_thread()] = (tap / p.kernel * kPitch + tap % p.kernel) * 16;
+    if (kTensorCores && read_thread() <= kMaxTaps) {
+        const int tap = read_thread() < p.kernel_size * p.kernel_size ? read_thread() : 0;
+        shared.tap_offsets[read_thread()] = (tap / p.kernel_size * kPitch + tap % p.kernel_size) * 16;
     }
-    if (read_thread() < kMaxOuts) {  // also for channels that do not exist: their values are computed, but not used
-        shared.epilogue[read_thread()] = {0, 1, 0};  // makes the output h, for the gradient of x; `gather` replaces it
+    if (read_thread() < kMaxTileOuts) {  // also for channels that do not exist: their values are computed, but not used
+        shared.epilogue[read_thread()] = {0, 1, 0};  // the gradient of x keeps it: its output is `values`
         shared.parameters[read_thread()] = {};
     }
     __syncthreads();
@@ -1250,8 +1275,8 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
         for (int stage = 0; stage < p.stages; ++stage) {
             __syncthreads();
             float* const stage_weights = weights + stage * p.weight_floats;
-            const float unit = load_weights<T, DIRECTION>(p, 0, stage * p.stage_channels, stage_weights, shared);
-            shared.weight_units[stage] = unit;
+            const float unscale = load_weights<T, DIRECTION>(p, 0, stage * p.stage_channels, stage_weights, shared);
+            shared.weight_unscales[stage] = unscale;
         }
     }
     __syncthreads();
@@ -1259,61 +1284,61 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
     for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer ^= 1) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
-        float h[kChannels][kPixels] = {};  // in the forward v, from add_bias_and_activate on
-        float largest_unit = 0;  // of the tile's stages
+        ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
+        float largest_unscale = 0;  // of the tile's stages
         for (int first_in = 0; first_in < p.in_channels; first_in += p.stage_channels) {
             const int stage = first_in / p.stage_channels, next_in = first_in + p.stage_channels;
             float* const stage_weights = weights + (p.keeps_weights ? stage : 0) * p.weight_floats;
             if (stage > 0 || !p.keeps_weights) __syncthreads();  // warps may still read what is overwritten now
-            if (stage > 0 && !kRaw) copy_x<T>(p, tile, first_in, raw);
-            float unit;
+            if (stage > 0 && !kHasRaw) copy_x<T>(p, tile, first_in, raw);
+            float unscale;
             if (p.keeps_weights) {
-                unit = shared.weight_units[stage];
+                unscale = shared.weight_unscales[stage];
             } else {
-                if (stage == 0 && DIRECTION != kInputGradient) load_parameters<T>(p, tile.channel, shared);
-                unit = load_weights<T, DIRECTION>(p, tile.channel, first_in, stage_weights, shared);
-                if (kTensor && kPieces<T> == 2) __syncthreads();  // load_weights and receive_x use shared.largest
+                if (stage == 0 && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
+                unscale = load_weights<T, DIRECTION>(p, tile.first_channel, first_in, stage_weights, shared);
+                if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            unit *= receive_x<T>(p, first_in, raw, x, shared);
-            largest_unit = fmaxf(largest_unit, unit);
-            if (next_in < p.in_channels && kRaw) copy_x<T>(p, tile, next_in, raw);
+            unscale *= convert_x<T>(p, first_in, raw, stage_x, shared);
+            largest_unscale = fmaxf(largest_unscale, unscale);
+            if (next_in < p.in_channels && kHasRaw) copy_x<T>(p, tile, next_in, raw);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, x, stage_weights, shared, channels_of_stage(p, first_in), unit, h);
+            const int channels = channels_of_stage(p, first_in);
+            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, channels, unscale, values);
         }
         if (p.stages == 0) __syncthreads();  // until here, warps may read the previous tile and its parameters
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.stages == 0) {
-            load_convolved<T>(p, tile, shared, h);
-        } else if constexpr (kTensor || DIRECTION == kInputGradient) {
-            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unit, h);
+            load_convolved<T>(p, tile, shared, values);
+        } else if constexpr (kTensorCores || DIRECTION == kInputGradient) {
+            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unscale, values);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
             if (next.number < p.all_tiles) copy_x<T>(p, next, 0, raw);
-            write_values<T>(p, tile, h, shared, x);
+            write_output<T>(p, tile, values, shared, stage_x);
             continue;
         }
-        add_bias_and_activate<DIRECTION>(p, tile, shared, h);
+        add_bias_and_activate<DIRECTION>(p, tile, shared, values);
         if (p.mode != kOutputOnly) {
-            const Pixels pixels(p, tile);
-            if (DIRECTION == kBackward) sum_gradients<T>(p, tile, h, pixels, shared);
-            else sum_values(h, pixels, shared);
+            const OutputMap map(p, tile);
+            if (DIRECTION == kBackward) sum_gradients<T>(p, tile, values, map, shared);
+            else sum_values(values, map, shared);
         }
         __syncthreads();
         if (p.mode != kOutputOnly && read_thread() < 32) publish<DIRECTION>(p, tile, shared);
-        // x arrives while the other blocks publish.
-        if (next.number < p.all_tiles && p.stages > 0) copy_x<T>(p, next, 0, raw);
+        if (next.number < p.all_tiles && p.stages > 0) copy_x<T>(p, next, 0, raw);  // while the other blocks publish
         if (p.mode == kSumsOnly) continue;
         if (p.mode == kFused && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
-        gather<DIRECTION>(p, tile, shared);
+        make_epilogues<DIRECTION>(p, tile, shared);
         __syncthreads();
         if (DIRECTION == kBackward) {
-            write_gradients<T>(p, h, Pixels(p, tile), shared);
+            write_dh<T>(p, values, OutputMap(p, tile), shared);
             __syncthreads();
-            if (read_thread() < 32) write_channel_sums(p, tile, shared);
+            if (read_thread() < 32) write_bias_scale_partials(p, tile, shared);
         } else {
-            write_values<T>(p, tile, h, shared, x);
+            write_output<T>(p, tile, values, shared, stage_x);
         }
     }
 }
@@ -1324,33 +1349,33 @@ __global__ void __launch_bounds__(kThreads, !kTensor && DIRECTION == kInputGradi
 
 static Arguments plan(const int64_t* sizes, int direction) {
     Arguments p = {};
-    int* const given[] = {&p.samples, &p.in_channels, &p.height, &p.width, &p.out_channels, &p.groups, &p.kernel};
+    int* const given[] = {&p.samples, &p.in_channels, &p.height, &p.width, &p.out_channels, &p.groups, &p.kernel_size};
     for (int i = 0; i < 7; ++i) *given[i] = int(sizes[i]);
     p.dh_type = int(sizes[8]);
     p.group_channels = p.out_channels / p.groups;
-    p.pad = direction == kInputGradient ? p.kernel - 1 : 0;
-    p.rows = p.height + 2 * p.pad - p.kernel + 1;
-    p.columns = p.width + 2 * p.pad - p.kernel + 1;
-    p.per_value = 1.0 / (double(p.group_channels) * p.rows * p.columns);
-    p.outs_log2 = p.out_channels <= 16 ? 4 : 5;
-    p.outs = 1 << p.outs_log2;
-    p.channel_tiles = (p.out_channels + p.outs - 1) / p.outs;
-    p.max_parts = p.outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * p.outs - 2) / p.outs;
-    p.tile_rows = kThreads * kValues / p.outs / kColumns;
-    p.lines = p.tile_rows + p.kernel - 1;
-    p.column_tiles = (p.columns + kColumns - 1) / kColumns;
-    p.pixel_tiles = (p.rows + p.tile_rows - 1) / p.tile_rows * p.column_tiles;
-    p.tiles = p.pixel_tiles * p.channel_tiles;
-    p.all_tiles = p.samples * p.tiles;
+    p.pad = direction == kInputGradient ? p.kernel_size - 1 : 0;
+    p.out_height = p.height + 2 * p.pad - p.kernel_size + 1;
+    p.out_width = p.width + 2 * p.pad - p.kernel_size + 1;
+    p.inverse_count = 1.0 / (double(p.group_channels) * p.out_height * p.out_width);
+    p.tile_outs_log2 = p.out_channels <= 16 ? 4 : 5;
+    p.tile_outs = 1 << p.tile_outs_log2;
+    p.channel_tiles = (p.out_channels + p.tile_outs - 1) / p.tile_outs;
+    p.max_parts = p.tile_outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * p.tile_outs - 2) / p.tile_outs;
+    p.tile_rows = kThreads * kThreadValues / p.tile_outs / kTileColumns;
+    p.lines = p.tile_rows + p.kernel_size - 1;
+    p.column_tiles = (p.out_width + kTileColumns - 1) / kTileColumns;
+    p.pixel_tiles = (p.out_height + p.tile_rows - 1) / p.tile_rows * p.column_tiles;
+    p.sample_tiles = p.pixel_tiles * p.channel_tiles;
+    p.all_tiles = p.samples * p.sample_tiles;
     return p;
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStride * sizeof(unsigned); }
 
-// Computes the bytes of the workspace (`done`, `partials`) and the rows of channel_sums.
-extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
+// Computes the bytes of the workspace (`counters`, `partials`) and the rows of grad_partials.
+extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64_t* partial_rows) {
     const Arguments p = plan(sizes, kForward);
-    *rows = int64_t(p.samples) * p.pixel_tiles;
-    *bytes = counter_bytes(p) + *rows * p.groups * p.max_parts * int64_t(sizeof(double2));
+    *partial_rows = int64_t(p.samples) * p.pixel_tiles;
+    *bytes = counter_bytes(p) + *partial_rows * p.groups * p.max_parts * int64_t(sizeof(double2));
 }
 
 #define RETURN_ERROR_OF(call) \
@@ -1364,47 +1389,48 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     RETURN_ERROR_OF(cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
     cudaFuncAttributes attributes;
     RETURN_ERROR_OF(cudaFuncGetAttributes(&attributes, kernel));
-    const bool tensor = uses_tensor_cores(attributes.ptxVersion);  // __CUDA_ARCH__ / 10: 80 where 9.0 runs 8.0's PTX
+    const bool tensor_cores = uses_tensor_cores(attributes.ptxVersion);  // 80 where 9.0 runs 8.0's PTX
     // Sets stage_channels, x_floats and weight_floats. Returns the bytes of dynamic memory with one stage's weights.
     const auto bytes_of = [&](int stage_channels) {
         p.stage_channels = stage_channels;
-        const int channel_pixels = p.lines * kPitch, taps = p.kernel * p.kernel;
-        p.x_floats = tensor ? std::max(channel_pixels * 4 * kPieces<T>, kOutFloats) : channel_pixels * stage_channels;
-        p.weight_floats = p.outs * (tensor ? (taps + 1) / 2 * 8 * kPieces<T> : taps * stage_channels);
-        const int raw = tensor || sizeof(T) == 2 ? stage_channels * channel_pixels : 0;
-        return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
+        const int channel_pixels = p.lines * kPitch, taps = p.kernel_size * p.kernel_size;
+        p.x_floats =
+            tensor_cores ? std::max(channel_pixels * 4 * kPieces<T>, kOutFloats) : channel_pixels * stage_channels;
+        p.weight_floats = p.tile_outs * (tensor_cores ? (taps + 1) / 2 * 8 * kPieces<T> : taps * stage_channels);
+        const int raw_values = tensor_cores || sizeof(T) == 2 ? stage_channels * channel_pixels : 0;
+        return 4 * (p.x_floats + p.weight_floats) + raw_values * int(sizeof(T));
     };
-    int bytes = bytes_of(tensor ? kStage : std::clamp(p.in_channels, 1, kStage));
-    const auto fits = [&](int bytes) {  // kBlocks blocks, in a multiprocessor that reserves 1 KiB for each of them
-        return kBlocks * (bytes + int(sizeof(Shared)) + 1024) <= sm_bytes;
+    int bytes = bytes_of(tensor_cores ? kMaxStageChannels : std::clamp(p.in_channels, 1, kMaxStageChannels));
+    const auto fits = [&](int block_bytes) {  // in a multiprocessor that reserves 1 KiB for each of kBlocksPerSM blocks
+        return kBlocksPerSM * (block_bytes + int(sizeof(Shared)) + 1024) <= sm_bytes;
     };
     // Two blocks do not fit: smaller stages.
-    while (!tensor && p.stage_channels > 1 && !fits(bytes)) bytes = bytes_of(p.stage_channels / 2);
+    while (!tensor_cores && p.stage_channels > 1 && !fits(bytes)) bytes = bytes_of(p.stage_channels / 2);
     p.stages = (p.in_channels + p.stage_channels - 1) / p.stage_channels;
-    const int more = 4 * p.weight_floats * (p.stages - 1);
-    const bool few = 1 <= p.stages && p.stages <= kMaxStages;
-    p.keeps_weights = p.channel_tiles == 1 && few && (p.stages == 1 || fits(bytes + more));
-    if (p.keeps_weights) bytes += more;
+    const int other_stages_bytes = 4 * p.weight_floats * (p.stages - 1);
+    const bool stages_can_stay = 1 <= p.stages && p.stages <= kMaxStages;
+    p.keeps_weights = p.channel_tiles == 1 && stages_can_stay && (p.stages == 1 || fits(bytes + other_stages_bytes));
+    if (p.keeps_weights) bytes += other_stages_bytes;
     RETURN_ERROR_OF(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     RETURN_ERROR_OF(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes));
-    int grid = std::min(std::min(resident, kBlocks) * sms, p.all_tiles);
+    int grid = std::min(std::min(resident, kBlocksPerSM) * sms, p.all_tiles);
     if (DIRECTION == kInputGradient) {
         p.mode = kOutputOnly;
         kernel<<<grid, kThreads, bytes, stream>>>(p);
         return cudaGetLastError();
     }
-    if (grid >= p.tiles) {
+    if (grid >= p.sample_tiles) {
         // In a grid of whole samples all tiles of a sample are computed in the same round. In any other grid some may
         // be in one round and the rest in the next: then blocks of the first wait for the second, and the kernel takes
         // 1.03 times as long. So the grid is of whole samples, if that leaves out at most 1/8 of the blocks.
-        const int whole = grid / p.tiles * p.tiles;
-        if (8 * whole >= 7 * grid) grid = whole;
+        const int whole_samples_grid = grid / p.sample_tiles * p.sample_tiles;
+        if (8 * whole_samples_grid >= 7 * grid) grid = whole_samples_grid;
         p.mode = kFused;
-        RETURN_ERROR_OF(cudaMemsetAsync(p.done, 0, counter_bytes(p), stream));
+        RETURN_ERROR_OF(cudaMemsetAsync(p.counters, 0, counter_bytes(p), stream));
         void* arguments[] = {&p};
-        const cudaError_t refused =
+        const cudaError_t launch_error =
             cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(kThreads), arguments, bytes, stream);
-        if (refused == cudaSuccess) return refused;
+        if (launch_error == cudaSuccess) return launch_error;
         cudaGetLastError();  // clears the error of the refused launch; two launches follow instead
     }
     for (const Mode mode : {kSumsOnly, kOutputOnly}) {
@@ -1415,7 +1441,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 }
 
 // pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward: dh in place of
-// out, then grad and channel_sums. For the gradient of x: dh, weight, seven that are unused, dx; and `sizes` has dh's
+// out, then g and grad_partials. For the gradient of x: dh, weight, seven that are unused, dx; and `sizes` has dh's
 // sizes in place of x's, and x's channels as out_channels. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
@@ -1423,20 +1449,20 @@ extern "C" int conv_launch(
     const void** const given[] = {&p.x, &p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
     for (int i = 0; i < 7; ++i) *given[i] = pointers[i];
     p.statistics = static_cast<Statistics*>(pointers[7]);
-    p.done = static_cast<unsigned*>(pointers[8]);
+    p.counters = static_cast<unsigned*>(pointers[8]);
     p.partials = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
     p.out = pointers[9];
     p.eps = float(eps);
     if (direction == kBackward) {
-        p.grad = pointers[10];
-        p.channel_sums = static_cast<double*>(pointers[11]);
+        p.g = pointers[10];
+        p.grad_partials = static_cast<double*>(pointers[11]);
     }
-    const auto of_type = [&](auto zero) {
+    const auto launch_as = [&](auto zero) {
         using T = decltype(zero);
         if (direction == kForward) return launch<T, kForward>(p, stream);
         return direction == kBackward ? launch<T, kBackward>(p, stream) : launch<T, kInputGradient>(p, stream);
     };
-    return sizes[7] == 0 ? of_type(float()) : sizes[7] == 1 ? of_type(__half()) : of_type(__nv_bfloat16());
+    return sizes[7] == 0 ? launch_as(float()) : sizes[7] == 1 ? launch_as(__half()) : launch_as(__nv_bfloat16());
 }
 """
 
@@ -1470,7 +1496,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 // weight of (out_channels, 0, 1, 1) says that x is the convolution's output without its bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta };
 
-// The output, and the Statistics of each group of each sample: mean, mean_lo, rstd.
+// The output, and the Statistics of each group of each sample: mean, mean_lo, rstd (on a CPU zeros).
 Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
@@ -1478,14 +1504,14 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
 // ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache. Tiles
-// and `outs` are not those of CUDA_SOURCE: a tile is kTilePixels pixels of a band, `outs` counts all output channels.
+// are not those of CUDA_SOURCE: a tile is kTilePixels pixels of a band.
 //
-// A thread computes a band at a time: some rows of four channels of a sample. h, here without biases, has x's row
-// length: its pixel (row, column) is at index row * width + column. A value of h is a sum of terms, each a weight times
-// the x that is offsets[term] away from the pixel. So a band is one long row, cut into tiles of kTilePixels:
+// A thread computes a band at a time: some rows of four channels of a sample. `conv`, the convolution without biases,
+// has x's row length: its pixel (row, column) is at index row * width + column. Each of its values is a sum of terms,
+// each a weight times the x that is term_offsets[term] away from the pixel. So a band is one long row, cut into tiles:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
-//     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
+//     conv of 3 x 3          0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; a loaded
 // value of x is used in four products. The thread also prefetches the cache lines of `out` that its band will fill:
@@ -1502,34 +1528,34 @@ using Vector = float __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 constexpr int kTileChannels = 4;
 constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
-constexpr int64_t kBandPixels = 1024;      // per channel (one row, if that has more): 4 KiB of h
-constexpr int64_t kTermsOfASum = 72;       // 8 channels of 3x3; longer sums are split, because rounding errors grow
-constexpr int64_t kMaxTerms = 160;        // terms of a value of h; with more, PyTorch's convolution is as fast
+constexpr int64_t kBandPixels = 1024;      // per channel (one row, if that has more): 4 KiB of values
+constexpr int64_t kMaxSumTerms = 72;       // 8 channels of 3x3; longer sums are split, because rounding errors grow
+constexpr int64_t kMaxTerms = 160;         // terms of a value; with more, PyTorch's convolution is as fast
 constexpr int64_t kGrain = 32768;          // values per thread; with fewer, another thread does not pay (measured)
 constexpr int64_t kLineValues = 16;        // floats in a cache line of 64 bytes
 constexpr size_t kMappedBytes = 32 << 20;  // glibc's largest threshold: malloc maps a larger block anew each time
 
-// Computes a tile's sums of `terms` terms in registers. Writes them to h or, if `adds`, adds them to h.
-void convolve_tile(const float* x, const int64_t* offsets, int64_t terms, const float* weight, float* h,
+// Computes a tile's sums of `terms` terms in registers. Writes them to conv or, if `adds`, adds them to conv.
+void convolve_tile(const float* x, const int64_t* term_offsets, int64_t terms, const float* packed_weights, float* conv,
     int64_t channel_stride, bool adds) {
     Vector sums[kTileChannels][kTileVectors] = {};
     for (int64_t term = 0; term < terms; ++term) {
         Vector pixels[kTileVectors];
 #pragma GCC unroll 6
         for (int v = 0; v < kTileVectors; ++v) {
-            pixels[v] = *reinterpret_cast<const Vector*>(x + offsets[term] + v * kLanes);
+            pixels[v] = *reinterpret_cast<const Vector*>(x + term_offsets[term] + v * kLanes);
         }
 #pragma GCC unroll 4
         for (int c = 0; c < kTileChannels; ++c) {
 #pragma GCC unroll 6
-            for (int v = 0; v < kTileVectors; ++v) sums[c][v] += weight[term * kTileChannels + c] * pixels[v];
+            for (int v = 0; v < kTileVectors; ++v) sums[c][v] += packed_weights[term * kTileChannels + c] * pixels[v];
         }
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kTileChannels; ++c) {
 #pragma GCC unroll 6
         for (int v = 0; v < kTileVectors; ++v) {
-            Vector& to = *reinterpret_cast<Vector*>(h + c * channel_stride + v * kLanes);
+            Vector& to = *reinterpret_cast<Vector*>(conv + c * channel_stride + v * kLanes);
             to = adds ? to + sums[c][v] : sums[c][v];
         }
     }
@@ -1555,9 +1581,9 @@ inline float reciprocal_approx(float v) { return 1 / v; }
 float activation(float z);  // CUDA_SOURCE's, appended below
 float activation_gradient(float z);
 
-void activate(float* h, int64_t n, float bias, float scale) {
+void activate(float* values, int64_t n, float bias, float scale) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) h[i] = activation((h[i] + bias) * scale);
+    for (int64_t i = 0; i < n; ++i) values[i] = activation((values[i] + bias) * scale);
 }
 
 struct Sums {
@@ -1576,25 +1602,26 @@ Sums add_up(const float* v, int64_t n) {
     return {values, squares};
 }
 
-// v = (v - mean) * factor + beta. The mean is rounded to float; `offset` is beta, corrected for that. An infinite
+// v = (v - mean) * factor + beta. The mean is rounded to float; `shift` is beta, corrected for that. An infinite
 // float(factor) gives NaN, as in PyTorch.
 void normalize(float* v, int64_t n, double mean, double factor, float beta) {
     const float rounded_mean = float(mean);
     const float rounded_factor = float(factor);
     const float corrected = float(beta + (rounded_mean * factor - mean * factor));
-    const float offset = std::isfinite(rounded_factor) ? corrected : NAN;
+    const float shift = std::isfinite(rounded_factor) ? corrected : NAN;
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - rounded_mean) * rounded_factor + offset;
+    for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - rounded_mean) * rounded_factor + shift;
 }
 
-// Whether the direct convolution is faster than PyTorch's, by measurements: not if rows of h are so short that about a
-// third of a long row mixes two rows, nor if a band of x (128 KiB for 32 channels) fills much of the second-level
-// cache. And h must fill a tile: else the first tile would begin before x.
+// By measurements the direct convolution is faster than PyTorch's if (1) a value has at most kMaxTerms terms, (2) there
+// are at most 32 input channels (more of x, 128 KiB a band, fills much of the second-level cache), (3) its rows have at
+// least twice the kernel's columns (else about a third of the work is on pixels that mix two rows). The output, in x's
+// row length, must also have kTilePixels values: a smaller tile would begin before x.
 bool direct_pays(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
-    const bool is_small = weight.size(1) <= 32 && weight[0].numel() <= kMaxTerms;
-    return is_small && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
+    const bool few_terms = weight.size(1) <= 32 && weight[0].numel() <= kMaxTerms;
+    return few_terms && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
 }
 
 // Asks the system for pages of 2 MiB in place of 4 KiB. Of the 60 ms that one thread takes for 66 MB of output, the
@@ -1602,8 +1629,8 @@ bool direct_pays(const Tensor& x, const Tensor& weight) {
 void use_huge_pages(const Tensor& t) {
     constexpr uintptr_t kHugePage = 2 << 20;
     const auto begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
-    const uintptr_t first = (begin / kHugePage + 1) * kHugePage;
-    madvise(reinterpret_cast<void*>(first), begin + t.nbytes() - first, MADV_HUGEPAGE);
+    const uintptr_t first_page = (begin / kHugePage + 1) * kHugePage;
+    madvise(reinterpret_cast<void*>(first_page), begin + t.nbytes() - first_page, MADV_HUGEPAGE);
 }
 
 // The tensors, all contiguous; their sizes and addresses; how they are cut into bands, tiles and slices; the weights.
@@ -1613,22 +1640,22 @@ struct Layout {
     int64_t groups;
     double eps;
     int64_t samples = input.size(0);
-    int64_t ins = input.size(1);
+    int64_t in_channels = input.size(1);
     int64_t height = input.size(2);
     int64_t width = input.size(3);
-    int64_t outs = parameters[kWeight].size(0);
+    int64_t out_channels = parameters[kWeight].size(0);
     int64_t kernel_rows = parameters[kWeight].size(2);
     int64_t kernel_columns = parameters[kWeight].size(3);
-    int64_t terms = ins * kernel_rows * kernel_columns;
+    int64_t terms = in_channels * kernel_rows * kernel_columns;
     int64_t rows = height - kernel_rows + 1;  // of the output
     int64_t columns = width - kernel_columns + 1;
     int64_t band_rows = std::clamp<int64_t>(kBandPixels / width, 1, rows);
     int64_t bands = at::divup(rows, band_rows);
-    int64_t channel_tiles = at::divup(outs, kTileChannels);  // of a sample, 4 channels each
-    int64_t group_channels = outs / groups;
+    int64_t channel_tiles = at::divup(out_channels, kTileChannels);  // of a sample, 4 channels each
+    int64_t group_channels = out_channels / groups;
     int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // whole groups and whole tiles
-    int64_t slices = at::divup(outs, slice_channels);  // of a sample
-    Tensor output = at::empty({samples, outs, rows, columns}, input.options());
+    int64_t slices = at::divup(out_channels, slice_channels);  // of a sample
+    Tensor output = at::empty({samples, out_channels, rows, columns}, input.options());
     const float* x = input.const_data_ptr<float>();
     const float* weight = parameters[kWeight].const_data_ptr<float>();
     const float* conv_bias = parameters[kConvBias].const_data_ptr<float>();
@@ -1637,17 +1664,17 @@ struct Layout {
     const float* gamma = parameters[kGamma].const_data_ptr<float>();
     const float* beta = parameters[kBeta].const_data_ptr<float>();
     float* out = output.mutable_data_ptr<float>();
-    std::vector<int64_t> offsets = std::vector<int64_t>(terms);  // of each term: from an output's pixel to the input's
-    std::vector<float> weights = std::vector<float>(channel_tiles * terms * kTileChannels);
+    std::vector<int64_t> term_offsets = std::vector<int64_t>(terms);  // of each: from an output's pixel to the input's
+    std::vector<float> packed_weights = std::vector<float>(channel_tiles * terms * kTileChannels);
 
-    // Fills `offsets`, and `weights` as (channel_tiles, terms, 4). Weights of channels that do not exist stay zero.
+    // Fills `term_offsets`, and `packed_weights` as (channel_tiles, terms, 4), with zeros for channels beyond the last.
     void prepare() {
         for (int64_t term = 0; term < terms; ++term) {
             const int64_t row = term / kernel_columns % kernel_rows;
-            offsets[term] = (term / kernel_columns / kernel_rows * height + row) * width + term % kernel_columns;
-            for (int64_t o = 0; o < outs; ++o) {
-                const int64_t channel_tile = o / kTileChannels;
-                weights[(channel_tile * terms + term) * kTileChannels + o % kTileChannels] = weight[o * terms + term];
+            term_offsets[term] = (term / kernel_columns / kernel_rows * height + row) * width + term % kernel_columns;
+            for (int64_t out_channel = 0; out_channel < out_channels; ++out_channel) {
+                const int64_t first = (out_channel / kTileChannels * terms + term) * kTileChannels;  // of four weights
+                packed_weights[first + out_channel % kTileChannels] = weight[out_channel * terms + term];
             }
         }
     }
@@ -1655,45 +1682,46 @@ struct Layout {
 
 // The computation, and what its threads share.
 struct DirectConvolution : Layout {
-    std::vector<Sums> band_sums = std::vector<Sums>(samples * outs * bands);
+    std::vector<Sums> band_sums = std::vector<Sums>(samples * out_channels * bands);
 
-    // `scratch` has room for kTilePixels values, as the last tile may begin before the band, then for four long rows.
+    // `scratch`: kTilePixels values of slack (the last tile may begin before the band), then four channels' long rows.
     void make_band(int64_t sample, int64_t channel_tile, int64_t band, float* scratch) {
         const int64_t row = band * band_rows;
         const int64_t band_height = std::min(band_rows, rows - row);
         const int64_t length = (band_height - 1) * width + columns;
         const int64_t stride = band_rows * width + kTilePixels;
         const int64_t first_channel = channel_tile * kTileChannels;
-        const int64_t channels = std::min<int64_t>(kTileChannels, outs - first_channel);
-        const float* const band_x = x + (sample * ins * height + row) * width;
-        float* const band_out = out + ((sample * outs + first_channel) * rows + row) * columns;
-        float* const h = scratch + kTilePixels;
+        const int64_t channels = std::min<int64_t>(kTileChannels, out_channels - first_channel);
+        const float* const band_x = x + (sample * in_channels * height + row) * width;
+        float* const band_out = out + ((sample * out_channels + first_channel) * rows + row) * columns;
+        float* const conv = scratch + kTilePixels;
         for (int64_t pixel = 0; pixel < length; pixel += kTilePixels) {
-            const int64_t first = std::min(pixel, length - kTilePixels);  // the last tile ends where the band does
+            const int64_t first_pixel = std::min(pixel, length - kTilePixels);  // the last tile ends with the band
             for (int64_t c = 0; c < channels; ++c) {
-                for (int64_t i = first; i < first + kTilePixels; i += kLineValues) {
+                for (int64_t i = first_pixel; i < first_pixel + kTilePixels; i += kLineValues) {
                     __builtin_prefetch(band_out + c * rows * columns + i, 1);
                 }
             }
-            for (int64_t term = 0; term < terms; term += kTermsOfASum) {
-                const float* const packed = &weights[(channel_tile * terms + term) * kTileChannels];
-                const int64_t some = std::min(kTermsOfASum, terms - term);
-                convolve_tile(band_x + first, &offsets[term], some, packed, h + first, stride, term > 0);
+            for (int64_t term = 0; term < terms; term += kMaxSumTerms) {
+                const float* const packed = &packed_weights[(channel_tile * terms + term) * kTileChannels];
+                const int64_t sum_terms = std::min(kMaxSumTerms, terms - term);
+                convolve_tile(
+                    band_x + first_pixel, &term_offsets[term], sum_terms, packed, conv + first_pixel, stride, term > 0);
             }
         }
         for (int64_t c = 0; c < channels; ++c) {
             const int64_t channel = first_channel + c;
-            float* const v = h + c * stride;
+            float* const v = conv + c * stride;
             float* const to = band_out + c * rows * columns;
             activate(v, length, conv_bias[channel] + bias[channel], scale[channel]);
             for (int64_t end = columns; end < length; end += width) std::fill_n(v + end, width - columns, 0.0f);
             // Adds up the band as one row. The pixels that mix two rows are zeros by now, and add nothing.
-            band_sums[(sample * outs + channel) * bands + band] = add_up(v, length);
+            band_sums[(sample * out_channels + channel) * bands + band] = add_up(v, length);
             for (int64_t r = 0; r < band_height; ++r) std::copy_n(v + r * width, columns, to + r * columns);
         }
     }
 
-    // The two steps: make_bands for indices of (samples, channel_tiles, bands), normalize_channels of (samples, outs).
+    // Steps: make_bands for indices of (samples, channel_tiles, bands), normalize_channels of (samples, out_channels).
     void make_bands(int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(
             new float[kTilePixels + kTileChannels * (band_rows * width + kTilePixels)]);
@@ -1702,29 +1730,29 @@ struct DirectConvolution : Layout {
         }
     }
     void normalize_channels(int64_t begin, int64_t end) {
-        const int64_t of_group = group_channels * bands;  // entries of band_sums; added up anew for each channel
+        const int64_t sums_per_group = group_channels * bands;  // entries of band_sums; added up anew for each channel
         const double n = double(group_channels) * rows * columns;
         for (int64_t i = begin; i < end; ++i) {
             Sums sums;
-            for (int64_t k = 0; k < of_group; ++k) {
-                const Sums& one = band_sums[i / group_channels * of_group + k];
+            for (int64_t k = 0; k < sums_per_group; ++k) {
+                const Sums& one = band_sums[i / group_channels * sums_per_group + k];
                 sums.values += one.values;
                 sums.squares += one.squares;
             }
             const double mean = sums.values / n;
             const double variance = std::max(sums.squares / n - mean * mean, 0.0);
-            const double factor = gamma[i % outs] / std::sqrt(variance + eps);
-            normalize(out + i * rows * columns, rows * columns, mean, factor, beta[i % outs]);
+            const double factor = gamma[i % out_channels] / std::sqrt(variance + eps);
+            normalize(out + i * rows * columns, rows * columns, mean, factor, beta[i % out_channels]);
         }
     }
 
     // Both steps for a slice (whole groups and whole tiles), by one thread: its core's cache may hold the values.
     void make_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
-        const int64_t end = std::min(begin + slice_channels, outs);
+        const int64_t end = std::min(begin + slice_channels, out_channels);
         const int64_t first_tile = sample * channel_tiles;
         make_bands((first_tile + begin / kTileChannels) * bands, (first_tile + at::divup(end, kTileChannels)) * bands);
-        normalize_channels(sample * outs + begin, sample * outs + end);
+        normalize_channels(sample * out_channels + begin, sample * out_channels + end);
     }
     void run() {
         prepare();
@@ -1741,8 +1769,8 @@ struct DirectConvolution : Layout {
         }
         in_parallel(
             samples * channel_tiles * bands, band_values, [&](int64_t begin, int64_t end) { make_bands(begin, end); });
-        in_parallel(
-            samples * outs, rows * columns, [&](int64_t begin, int64_t end) { normalize_channels(begin, end); });
+        in_parallel(samples * out_channels, rows * columns,
+            [&](int64_t begin, int64_t end) { normalize_channels(begin, end); });
     }
 };
 
@@ -1769,13 +1797,13 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor bias = parameters[kBias].contiguous();
     const Tensor scale = parameters[kScale].contiguous();
-    const int64_t pixels = h.size(2) * h.size(3);
-    at::parallel_for(0, h.size(0) * h.size(1), kGrain / pixels + 1, [&](int64_t begin, int64_t end) {
+    const int64_t plane = h.size(2) * h.size(3);
+    at::parallel_for(0, h.size(0) * h.size(1), kGrain / plane + 1, [&](int64_t begin, int64_t end) {
         float* const values = h.mutable_data_ptr<float>();
         const float* const biases = bias.const_data_ptr<float>();
         const float* const scales = scale.const_data_ptr<float>();
         for (int64_t i = begin; i < end; ++i) {
-            activate(values + i * pixels, pixels, biases[i % h.size(1)], scales[i % h.size(1)]);
+            activate(values + i * plane, plane, biases[i % h.size(1)], scales[i % h.size(1)]);
         }
     });
     return {at::group_norm(h, groups, parameters[kGamma], parameters[kBeta], eps), no_statistics};
@@ -1799,7 +1827,7 @@ Gradients backward_meta(const Tensor& grad, const Tensor& x, at::TensorList para
 
 #ifdef WITH_CUDA
 enum { kForward, kBackward, kInputGradient };  // the directions in CUDA_SOURCE
-extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
+extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64_t* partial_rows);
 extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream);
 
 // A contiguous tensor whose address is a multiple of 16 bytes; that of a slice may not be.
@@ -1807,30 +1835,30 @@ Tensor aligned(const Tensor& t) {
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-int64_t number_of(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
+int64_t dtype_code(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
 void check(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 
-// Launches the forward or, with a gradient, the backward; `out` is the output or dh. The backward returns channel_sums.
+// Launches the forward or, with a gradient, the backward, which returns grad_partials; `out` is the output or dh.
 Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
     const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
     const int64_t sizes[] = {x.size(0), weight.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
-        weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type())};
-    int64_t bytes, rows;
-    conv_sizes(sizes, &bytes, &rows);
+        weight.size(2), dtype_code(x.scalar_type()), dtype_code(out.scalar_type())};
+    int64_t bytes, partial_rows;
+    conv_workspace_sizes(sizes, &bytes, &partial_rows);
     std::vector<Tensor> held = {aligned(x)};
     for (const Tensor& t : parameters) held.push_back(t.contiguous());
     held.insert(held.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
-    Tensor channel_sums;
+    Tensor grad_partials;
     if (grad.defined()) {
-        channel_sums = at::empty({rows, 4, weight.size(0)}, x.options().dtype(at::kDouble));
-        held.insert(held.end(), {aligned(grad), channel_sums});
+        grad_partials = at::empty({partial_rows, 4, weight.size(0)}, x.options().dtype(at::kDouble));
+        held.insert(held.end(), {aligned(grad), grad_partials});
     }
     std::vector<void*> pointers;
     for (const Tensor& t : held) pointers.push_back(t.data_ptr());
     check(conv_launch(
         pointers.data(), sizes, eps, grad.defined() ? kBackward : kForward, c10::cuda::getCurrentCUDAStream()));
-    return channel_sums;
+    return grad_partials;
 }
 Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
@@ -1840,7 +1868,7 @@ Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups,
 }
 // dx is the convolution of dh with the rotated weights.
 void input_gradient(const Tensor& dh, const Tensor& weight, const Tensor& dx) {
-    const int64_t type = number_of(dh.scalar_type());
+    const int64_t type = dtype_code(dh.scalar_type());
     const int64_t sizes[] = {
         dh.size(0), dh.size(1), dh.size(2), dh.size(3), weight.size(1), 1, weight.size(2), type, type};
     void* const pointers[10] = {dh.data_ptr(), weight.data_ptr(), 0, 0, 0, 0, 0, 0, 0, dx.data_ptr()};
@@ -1850,25 +1878,26 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
     at::ScalarType dtype, bool needs_x, bool needs_weight) {
     const c10::cuda::CUDAGuard guard(x.device());
     const bool nothing = grad.numel() == 0;
-    auto [dx, sums, grad_weight] =
+    auto [dx, parameter_grads, grad_weight] =
         backward_meta(grad, x, parameters, statistics, dtype, needs_x && nothing, needs_weight);
-    if (nothing) return {dx.zero_(), sums.zero_(), grad_weight.zero_()};
+    if (nothing) return {dx.zero_(), parameter_grads.zero_(), grad_weight.zero_()};
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
-    sums.copy_(call_kernel(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));
-    if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, sums, grad_weight};  // dh is x's gradient
+    parameter_grads.copy_(
+        call_kernel(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));
+    if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, parameter_grads, grad_weight};  // dh is dx
     const Tensor weight = parameters[kWeight].to(dtype).contiguous();
-    const bool aten_x = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // where cuDNN is as fast as we are
-    if (needs_x && !aten_x) {
+    const bool aten_computes_dx = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // as fast as we are there
+    if (needs_x && !aten_computes_dx) {
         dx = at::empty(x.sizes(), dh.options());
         input_gradient(dh, weight, dx);
     }
-    if (aten_x || needs_weight) {
+    if (aten_computes_dx || needs_weight) {
         const auto found = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1}, false,
-            {0, 0}, 1, {aten_x, needs_weight, false});
-        if (aten_x) dx = std::get<0>(found);
+            {0, 0}, 1, {aten_computes_dx, needs_weight, false});
+        if (aten_computes_dx) dx = std::get<0>(found);
         if (needs_weight) grad_weight.copy_(std::get<1>(found));
     }
-    return {dx, sums, grad_weight};
+    return {dx, parameter_grads, grad_weight};
 }
 #endif
 
@@ -2042,7 +2071,7 @@ with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the f
 def _after_conv(h, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
     """The Model's lines after the convolution, as a function of its tensors."""
     h = _activate(h, bias, scale)
-    # For one sample whose groups have one value nn.functional's raises an error, as the Model does. It takes 4 us more.
+    # nn.functional's raises the Model's error for one sample with one value per group, but takes 4 us longer.
     group_norm = nn.functional.group_norm if h.numel() == groups else torch.group_norm
     return group_norm(h, groups, gamma, beta, eps)
 
@@ -2058,11 +2087,7 @@ def _is_nchw(t: torch.Tensor) -> bool:
     return len(shape) == 4 and t.is_contiguous() and t.stride()[1::2] == (shape[2] * shape[3], 1)
 
 
-_TENSOR_CLASSES = (
-    nn.Parameter,
-    torch.Tensor,
-    FakeTensor,
-)  # FakeTensor: torch.export, not strict, runs a module with it
+_TENSOR_CLASSES = (nn.Parameter, torch.Tensor, FakeTensor)  # torch.export, not strict, runs a module with FakeTensors
 
 
 def fits(tensors: tuple, groups: int) -> bool:
@@ -2121,7 +2146,7 @@ def _wants_gradients(tensors: tuple) -> bool:
 class ConvSigmoidGroupNorm(torch.autograd.Function):
     """The whole network. If the weight has no input channels, x is the convolution's output, and this is the rest.
 
-    The forward saves its inputs and the groups' statistics; the backward computes h again.
+    The forward saves its inputs and statistics. The backward computes h again, convolving if the forward did.
     """
 
     @staticmethod
@@ -2146,21 +2171,18 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
         x, *parameters = tensors
-        grad_x, sums, grad_weight = _backward(grad, x, parameters, statistics, ctx.dtype, *needs[:2])
-        grad_beta, grad_gamma, grad_bias, grad_scale = sums.to(grad.dtype).unbind()  # both biases have the same
+        grad_x, parameter_grads, grad_weight = _backward(grad, x, parameters, statistics, ctx.dtype, *needs[:2])
+        grad_beta, grad_gamma, grad_bias, grad_scale = parameter_grads.to(grad.dtype).unbind()  # both biases' is one
         found = (grad_x, grad_weight, grad_bias, grad_bias.clone(), grad_scale, grad_gamma, grad_beta)
-        return (
-            None,
-            None,
-            *(g.to(t.dtype).view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)),
-        )
+        found = (g.to(t.dtype).view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True))
+        return None, None, *found
 
 
 def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
     dtype, device = tensors[0].dtype, tensors[0].device.type
-    if not _convolves(*tensors[:2]):  # a weight without input channels tells our operators that x is h
-        h, weight = torch.conv2d(*tensors[:2]), tensors[1]
-        tensors = (h, weight.new_empty((weight.shape[0], 0, 1, 1)), *tensors[2:])
+    if not _convolves(*tensors[:2]):  # a weight without input channels tells our operators that x is conv
+        conv, weight = torch.conv2d(*tensors[:2]), tensors[1]
+        tensors = (conv, weight.new_empty((weight.shape[0], 0, 1, 1)), *tensors[2:])
     if torch.is_autocast_enabled(device):  # the Model returns float32 there
         tensors, dtype = tuple(t.float() for t in tensors), torch.float32
     if not _wants_gradients(tensors):
@@ -2178,8 +2200,8 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _eager_is_faster(tensors: tuple) -> bool:
-    """Whether `fits` takes longer than our kernels save on a CPU: float32 with gradients or below 128 pixels, and other
-    types in images so few and small that converting them costs more."""
+    """Whether to skip `fits` on a CPU. float32 with gradients: our kernels do not take it. float32 below 128 pixels:
+    they save less than `fits` takes. Other types: so few and small images that converting costs more than it saves."""
     x, weight = tensors[0], tensors[1]
     if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # compiled: direct_pays decides
         return False

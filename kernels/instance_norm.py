@@ -8,24 +8,21 @@ mean and var are those of a slice: the H x W values of one sample and channel. v
 compute capability 7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16. On a CPU
 they take only float32 without gradients. ModelNew calls PyTorch's instance_norm for everything else (see `fits`).
 
-Every value is used twice: for the mean and the variance and, when all of its slice has been read, for the output. On a
-GPU the kernels read it from DRAM only once, but for the largest slices: between the two uses they keep its slice (in
-the backward also g's) on the chip. The size of x's slice decides where (on an H200; in brackets: in the backward):
+Every value is used for the mean and the variance and, once all of its slice has been read, again for the output. The
+GPU kernels read it from DRAM once, unless its slice is very large. In between they keep its slice on the chip, in the
+backward the slice of g, too. Mostly the slice's size decides where (on an H200; in brackets: in the backward):
 
     up to 64 KiB (32 KiB)                       in the registers of a group of 1 to 512 threads
     up to 6.9 MiB, in 16 bits 9.2 (4.6 MiB)     in shared memory of one or more blocks, which wait for each other's sums
     larger, or blocks cannot all run at once    nowhere: the input is read twice
 
-There an H200 runs 132 blocks, one on each SM. Each keeps values in 216 KiB of shared memory, which is 27.8 MiB for all.
-In float32 a block keeps parts of four slices at a time, so a slice may have a quarter of it; in 16 bits three: a third.
-In the backward of the largest slices it keeps parts of three slices of x and of three of g, so the limit is a sixth. If
-16 does not divide a slice's bytes, the limits are a little lower. In the code below read "Memory" and "Sums", then
+If 16 does not divide a slice's bytes, the limits are a little lower. In the code below read "Memory" and "Sums", then
 "Small slices" or "Larger slices". `launch`, near the end, chooses a kernel.
 
 At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
 1 MiB into 19 tiles of 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a copy of x
 does; the backward alone moves 22.5 GB. By `python harness.py instance_norm --backward --dtype float32,bfloat16` on an
-H200 ("2.31x eager": 2.31 times as fast as eager; the last line has TORCH_CUDA_ARCH_LIST=8.0+PTX, the code of an A100):
+H200 ("2.31x eager": 2.31 times as fast; last line: TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
 
     float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.027 ms: 2.04x, 1.60x
     bfloat16                    forward 1.803 ms: 3.73x eager, 1.66x compile    with backward 4.523 ms: 3.27x, 1.65x
@@ -64,19 +61,19 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A thread loads and stores packs. A pack is V consecutive values, at most 16 bytes, and its address is a
-// multiple of its size (not so in slices that are STAGED and RAGGED, see below). A span is all the packs that one
-// slice touches, numbered from 0. If V does not divide n, the number of a slice's values, spans are RAGGED: a slice may
-// begin and end inside a pack, and the other values of that pack belong to its neighbours. Threads load such a pack
-// whole, leave the neighbours' values out of the sums, and store only the slice's own values, one by one. Here V is 4,
-// n is 10; x is a value of slice 1, a dot another's:
+// Memory. A thread loads and stores packs. A pack is V consecutive values, at most 16 bytes. Its address is a multiple
+// of its size, but not in shared memory if VIA_SHARED and RAGGED. A span is the packs that a slice touches, numbered
+// from 0; if VIA_SHARED, those of one thread's part of it. If V does not divide n, the number of a slice's values,
+// spans are RAGGED: a slice may begin and end inside a pack, and the other values of that pack belong to its
+// neighbours. Threads load such a pack whole, leave the neighbours' values out of the sums, and store only the slice's
+// own values, one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot a value of another slice:
 //
 //      pack             0              1              2
-//               [ .  .  x  x ] [ x  x  x  x ] [ x  x  x  x ] [ .  .  .  . ]
+//               [ .  .  #  # ] [ #  #  #  # ] [ #  #  #  # ] [ .  .  .  . ]
 //              slice 0 | slice 1                             | slice 2
 //                      head = 2, packs = 3, tail = 4, mask(0) = 0b1100
 
-template <typename T> constexpr int kValues16 = 16 / sizeof(T);  // the number of values in 16 bytes
+template <typename T> constexpr int kValuesPer16Bytes = 16 / sizeof(T);
 template <int V> constexpr unsigned kWholePack = (1u << V) - 1;  // the mask of a pack without values of neighbours
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 template <typename T, int V> __device__ __forceinline__ float value_of(const Pack<T, V>& pack, int i) {
@@ -87,25 +84,25 @@ template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloa
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
-// Holds a pack of x and, in the backward (OPERANDS = 2, in the forward 1), the pack of g at the same place.
-template <typename T, int V, int OPERANDS> struct Operands { Pack<T, V> pack[OPERANDS]; };
+// Holds a pack of x and, in the backward (INPUTS = 2, in the forward 1), the pack of g at the same place.
+template <typename T, int V, int INPUTS> struct Inputs { Pack<T, V> pack[INPUTS]; };
 
 // What a launch computes, and what the host needs for it.
-template <typename T> struct Task {
+template <typename T> struct Params {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
     T* to;  // y, in the backward dx
     int64_t slices, n;
     double inverse_n;  // 1 / n
     float eps;
-    void* (*allocate)(void* tensor, int64_t bytes);  // gives `tensor` that many bytes, and returns its memory
-    void* tensor;  // an at::Tensor of CPP_SOURCE, which owns the workspace
+    void* (*allocate)(void* owner, int64_t bytes);  // gives `owner` that many bytes, and returns its memory
+    void* owner;  // an at::Tensor of CPP_SOURCE, which owns the workspace
     double* workspace;  // global memory, where each block stores its sums for the other blocks to read
     cudaStream_t stream;
 };
 
 // The calling thread copies 16 bytes from global memory to shared memory. From compute capability 8.0 on the copy runs
-// while the thread continues; before 8.0 it is an ordinary load and store. The copy tells L2 to evict its lines last.
-// Each line is read only once, and yet the kernels take 0.97 of the time with this hint (measured on an H200).
+// while the thread continues; before 8.0 it is an ordinary load and store. The copy tells L2 to evict its lines last. A
+// launch reads most lines only once, and yet the kernels take 0.97 of the time with this hint (on an H200).
 __device__ __forceinline__ void copy_async(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
@@ -119,35 +116,33 @@ __device__ __forceinline__ void copy_async(void* shared, const void* from) {
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// Makes a cp.async group (of copies, not of threads) of what the thread began to copy since its last call; the group
-// may be empty, but it counts. Then it waits until all but the last N of the thread's groups are in shared memory.
-// Before 8.0 it does nothing.
-template <int N> __device__ __forceinline__ void end_group_and_wait() {
+// The thread makes a cp.async group (not of threads) of the copies that it began since its last call. The group counts
+// even if it is empty. Then the thread waits until all but the last N groups are complete. Before 8.0 it does nothing.
+template <int N> __device__ __forceinline__ void commit_and_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" : : "n"(N) : "memory");
 #endif
 }
 
-// The span of a slice or, if the slice is STAGED, that of a thread's part of it. STAGED slices are small ones that go
-// through shared memory (see below); the stages of large slices have nothing to do with them. If not ALIGNED, a part
-// may begin at any value of shared memory, so `load` and `store` move its values one by one.
+// The span of a slice or, if VIA_SHARED, of a thread's part of it. If not ALIGNED, a part may begin at any value of
+// shared memory, so `load` and `store` move its values one by one.
 template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
-    // base: the index of pack 0's first value, in the tensor or, if STAGED, in the block's copy. head: how many of pack
-    // 0's values lie before the slice. tail: how many of the last pack's values lie before the slice's end.
+    // base: the index of pack 0's first value, in the tensor or, if VIA_SHARED, in the block's copy. head: how many of
+    // pack 0's values lie before the slice. tail: how many of the last pack's values lie before the slice's end.
     int64_t base = 0;
     int head = 0, packs = 0, tail = V;
 
     Span() = default;
     // The span of a slice; past the tensor's end it has no packs. An unsigned remainder by V, 2^k, is one instruction.
-    __device__ Span(const Task<T>& task, int64_t slice) {
-        if (slice >= task.slices) return;
-        const int64_t begin = slice * task.n;
+    __device__ Span(const Params<T>& params, int64_t slice) {
+        if (slice >= params.slices) return;
+        const int64_t begin = slice * params.n;
         if (RAGGED) head = int(uint64_t(begin) % V);
         base = begin - head;
-        packs = int((head + task.n + V - 1) / V);
-        if (RAGGED) tail = int(uint64_t(head + task.n - 1) % V) + 1;
+        packs = int((head + params.n + V - 1) / V);
+        if (RAGGED) tail = int(uint64_t(head + params.n - 1) % V) + 1;
     }
-    // The span of a thread's part of a slice in shared memory: `values` values from task.from[o][begin] on.
+    // The span of a thread's part of a slice in shared memory: `values` values from params.from[j][begin] on.
     __device__ Span(int begin, int values) : base(begin), packs((values + V - 1) / V) {
         if (RAGGED) tail = values - (packs - 1) * V;
     }
@@ -158,18 +153,18 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         const unsigned to_tail = p == packs - 1 ? kWholePack<V> >> (V - tail) : kWholePack<V>;
         return from_head & to_tail & kWholePack<V>;
     }
-    // Loads pack p of operand o (0: x, 1: g). If ASYNC, it only begins to copy the pack to shared memory.
-    template <bool ASYNC> __device__ void load(const Task<T>& task, Pack<T, V>& to, int o, int p) const {
+    // Loads pack p of input j (0: x, 1: g). If ASYNC, it only begins to copy the pack to shared memory.
+    template <bool ASYNC> __device__ void load(const Params<T>& params, Pack<T, V>& to, int j, int p) const {
         const int64_t at = base + int64_t(p) * V;
-        const T* const from = task.from[o] + at;
+        const T* const from = params.from[j] + at;
         if constexpr (!ALIGNED) {
 #pragma unroll
-            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // of these the mask leaves out what is not the span's
-        } else if (RAGGED && at + V > task.slices * task.n) {
+            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // the mask leaves out those of other spans
+        } else if (RAGGED && at + V > params.slices * params.n) {
             // The tensor ends inside this pack. Load the values that exist, at once even if ASYNC.
 #pragma unroll
             for (int i = 0; i < V; ++i) {
-                if (at + i < task.slices * task.n) to.value[i] = from[i];
+                if (at + i < params.slices * params.n) to.value[i] = from[i];
             }
         } else if constexpr (ASYNC) {
             copy_async(&to, from);
@@ -178,8 +173,8 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         }
     }
     // Stores pack p of the output: only the slice's values.
-    __device__ void store(const Task<T>& task, const Pack<T, V>& pack, int p) const {
-        T* const to = task.to + base + int64_t(p) * V;
+    __device__ void store(const Params<T>& params, const Pack<T, V>& pack, int p) const {
+        T* const to = params.to + base + int64_t(p) * V;
         const unsigned mask = this->mask(p);
         if (ALIGNED && mask == kWholePack<V>) {
             *reinterpret_cast<Pack<T, V>*>(to) = pack;
@@ -194,73 +189,73 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
-// x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. In float
-// the shifts are near the means, so mean(d) is small, and the difference loses little precision, even for noise around
-// 10000. The sums of large slices end in double, around the slice's first value.
+// x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. Sums in
+// float use shifts near the means. Then mean(d) is small, and subtracting mean(d)^2 loses little precision, even if x
+// is noise around 10000. The sums of large slices end in double, around the slice's first value.
 
-// Adds the values of `operands`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
-// It first adds up the values of a pack of 16 bytes, and then adds that to `sum`: so fewer roundings follow each other.
-template <bool RAGGED, typename T, int V, int OPERANDS> __device__ __forceinline__ void add_products(
-    float* sum, const Operands<T, V, OPERANDS>& operands, unsigned mask, const float (&shift)[OPERANDS]) {
-    constexpr bool kWhole = V == kValues16<T>;
-    float of_pack[2 * OPERANDS] = {};
-    float* const to = kWhole ? of_pack : sum;
+// Adds the values of `inputs`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
+// It first adds up the values of a pack of 16 bytes, and then adds that to `sum`. So fewer roundings follow each other.
+template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__ void add_to_sums(
+    float* sum, const Inputs<T, V, INPUTS>& inputs, unsigned mask, const float (&shift)[INPUTS]) {
+    constexpr bool kWhole = V == kValuesPer16Bytes<T>;
+    float of_pack[2 * INPUTS] = {};
+    float* const accumulator = kWhole ? of_pack : sum;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
         if (RAGGED && !(mask >> i & 1)) continue;
-        const float d = value_of(operands.pack[0], i) - shift[0];
-        to[0] += d;
-        to[1] = fmaf(d, d, to[1]);
-        if constexpr (OPERANDS == 2) {
-            const float e = value_of(operands.pack[1], i) - shift[1];
-            to[2] += e;
-            to[3] = fmaf(d, e, to[3]);
+        const float d = value_of(inputs.pack[0], i) - shift[0];
+        accumulator[0] += d;
+        accumulator[1] = fmaf(d, d, accumulator[1]);
+        if constexpr (INPUTS == 2) {
+            const float e = value_of(inputs.pack[1], i) - shift[1];
+            accumulator[2] += e;
+            accumulator[3] = fmaf(d, e, accumulator[3]);
         }
     }
 #pragma unroll
-    for (int k = 0; k < 2 * OPERANDS; ++k) {
+    for (int k = 0; k < 2 * INPUTS; ++k) {
         if constexpr (kWhole) sum[k] += of_pack[k];
     }
 }
 
-// A Norm turns a slice's values into its outputs. A float is not exact enough for a mean: the mean of x is mean[0] +
-// residual[0], that of g is mean[1] + residual[1]. For an x near the mean, the difference x - mean[0] is nearly exact,
-// so `offset` can correct for the residuals afterwards:
+// A Normalizer turns a slice's values into its outputs. A float is not exact enough for a mean: the mean of x is
+// mean[0] + residual[0], that of g is mean[1] + residual[1]. For an x near the mean, the difference x - mean[0] is
+// nearly exact, so `offset` can correct for the residuals afterwards:
 //     y  = (x - mean[0]) * rstd + offset                                offset = -residual[0] * rstd
 //     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = residual[0] * slope - residual[1]
 // Here slope is rstd^2 * the covariance of x and g. The forward does not set it.
-template <int OPERANDS> struct Norm {
-    float mean[OPERANDS], rstd, slope, offset;
+template <int INPUTS> struct Normalizer {
+    float mean[INPUTS], rstd, slope, offset;
 
-    // sum: the slice's sums of d, of d * d / n, and in the backward of e and of d * e / n. Real is float or double.
+    // moments: the slice's sums of d, of d * d / n, and in the backward of e and of d * e / n. Real is float or double.
     template <typename Real> __device__ void set(
-        const Real (&sum)[2 * OPERANDS], const float (&shift)[OPERANDS], Real inverse_n, float eps) {
-        Real difference[OPERANDS];  // from the shift to the mean
-        float residual[OPERANDS];
+        const Real (&moments)[2 * INPUTS], const float (&shift)[INPUTS], Real inverse_n, float eps) {
+        Real shifted_mean[INPUTS];  // mean(d), mean(e)
+        float residual[INPUTS];
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {
-            difference[o] = sum[2 * o] * inverse_n;
-            mean[o] = float(shift[o] + difference[o]);
-            residual[o] = float(difference[o] - (Real(mean[o]) - shift[o]));
+        for (int j = 0; j < INPUTS; ++j) {
+            shifted_mean[j] = moments[2 * j] * inverse_n;
+            mean[j] = float(shift[j] + shifted_mean[j]);
+            residual[j] = float(shifted_mean[j] - (Real(mean[j]) - shift[j]));
         }
-        const float variance = float(sum[1] - difference[0] * difference[0]);
+        const float variance = float(moments[1] - shifted_mean[0] * shifted_mean[0]);
         rstd = rsqrtf((variance < 0 ? 0 : variance) + eps);  // not fmaxf, which would drop a NaN
-        if constexpr (OPERANDS == 1) {
+        if constexpr (INPUTS == 1) {
             offset = -residual[0] * rstd;
         } else {
-            slope = rstd * rstd * float(sum[3] - difference[0] * difference[1]);
+            slope = rstd * rstd * float(moments[3] - shifted_mean[0] * shifted_mean[1]);
             offset = residual[0] * slope - residual[1];
         }
     }
-    template <typename T, int V> __device__ Pack<T, V> operator()(const Operands<T, V, OPERANDS>& operands) const {
+    template <typename T, int V> __device__ Pack<T, V> operator()(const Inputs<T, V, INPUTS>& inputs) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            const float d = value_of(operands.pack[0], i) - mean[0];
-            if constexpr (OPERANDS == 1) {
+            const float d = value_of(inputs.pack[0], i) - mean[0];
+            if constexpr (INPUTS == 1) {
                 out.value[i] = from_float<T>(fmaf(d, rstd, offset));
             } else {
-                const float e = value_of(operands.pack[1], i) - mean[1];
+                const float e = value_of(inputs.pack[1], i) - mean[1];
                 out.value[i] = from_float<T>(fmaf(d, -slope, e + offset) * rstd);
             }
         }
@@ -273,53 +268,53 @@ template <int OPERANDS> struct Norm {
 // it. The number of a group's threads is a power of two from 1 to 512. (If slices are exactly one or two packs, a group
 // has two slices, and a thread one pack of each. For 4 x 4 in bfloat16 this takes 0.92 of the time of one slice a
 // group.) All arithmetic is in float. First the group takes a sample of the values, and uses the sample's means of x
-// and g as the shifts. Then it computes the sums around the shifts, and from these the Norm.
+// and g as the shifts. Then it computes the sums around the shifts, and from these a Normalizer.
 //
 // In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
 // from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
-// most (1 + n / k) * v. A thread has at most 16 packs, so this factor is at most 17. (If pack 0 has neighbours' values,
-// the slice's first value counts in their place, and it is at most 23.) So the difference mean(d * d) - mean(d)^2 loses
-// less than 5 of a float's 24 bits. If all values are equal, the shift is that value, and the output is 0.
+// most (1 + n / k) * v. A thread has at most 16 packs, one of them in the sample, so n / k is at most 16 and the factor
+// at most 17. Neighbours' values in pack 0 count as copies of the slice's first value; this raises it to at most 23. So
+// subtracting mean(d)^2 loses less than 5 of a float's 24 bits. If all of x is equal, the shift is exact, and y is 0.
 //
 // In a slice of up to 240 values that is RAGGED in packs of 16 bytes, the first and the last pack are a large part, and
-// each may belong to two slices. So such slices go through shared memory: they are STAGED. A block's slices are one run
-// of memory. All threads copy it, 16 bytes at a time:
+// each may belong to two slices. So such slices go through shared memory: they are VIA_SHARED. A block's slices are one
+// run of memory. All threads copy it, 16 bytes at a time:
 //
 //      global memory    | slice 0 | slice 1 | slice 2 | ...
 //            |            copied by all threads together
 //      shared memory    | slice 0 | slice 1 | slice 2 | ...      a thread has neighbouring values of its group's slice,
 //            |            taken by the thread that has them      an odd number of packs or, if RAGGED, of values, so
-//      registers          group 0   group 1   group 2            that a group's lanes read different banks
+//      registers          group 0   group 1   group 2            that few of a group's lanes share a bank
 //
 // A thread's values there are a span of their own, RAGGED only at its end. The thread stores its outputs to shared
 // memory, where its values of x were. Then all threads copy the run to the output in global memory. If slices have up
 // to 4096 values of 16 bits, and 4 divides their number but 8 does not, packs have 8 bytes, and none has neighbours'
-// values. These slices are STAGED, too, if they have up to 240 values.
+// values. These slices are VIA_SHARED, too, if they have up to 240 values.
 
 constexpr int kMaxGroupThreads = 512;
-constexpr int kHeldBytes = 128;  // the most bytes that a thread holds, unless STAGED; in the backward half are g's
-// The most values of a STAGED slice. 17 x 17 values of 16 bits would take 1.2 times as long if they were STAGED. A
-// thread has room for the whole slice or for 31 values or more, so 8 threads are enough for 240. So a block of 128
-// threads has a multiple of 16 slices, and its run begins at a multiple of 16 bytes.
-constexpr int kMaxStagedValues = 240;
+constexpr int kHeldBytes = 128;  // the most bytes that a thread holds, unless VIA_SHARED; in the backward half are g's
+// The most values of a VIA_SHARED slice. 17 x 17 values of 16 bits would take 1.2 times as long if VIA_SHARED. A thread
+// has room for at least 31 values or for the whole slice, so a group needs at most 8 threads. A block of 128 threads
+// then has a multiple of 16 slices, so its run begins at a multiple of 16 bytes.
+constexpr int kMaxViaSharedValues = 240;
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it. The
 // neighbours get the same bits, since in every step two lanes exchange their values, and a + b = b + a.
 template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int lanes) {
-    for (int offset = 1; offset < lanes; offset *= 2) {
+    for (int lane_mask = 1; lane_mask < lanes; lane_mask *= 2) {
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k) value[k] += __shfl_xor_sync(~0u, value[k], offset);
+        for (int k = 0; k < COUNT; ++k) value[k] += __shfl_xor_sync(~0u, value[k], lane_mask);
     }
 }
-// The same over a group of `threads` threads. All threads of the block call it. If a group has several warps, lane 0 of
-// each stores the warp's sums, and after the barrier each warp adds up those of the group. For such groups a kernel may
-// call this only once for each COUNT: a second call would have the same of_warp, and could overwrite what a slow warp
-// still reads. (A group with two slices has one or two threads, so it may call this for each.)
-template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int threads) {
+// The same over a group of `group_threads` threads. All threads of the block call it. If a group has several warps,
+// lane 0 of each stores the warp's sums, and after the barrier each warp adds up those of the group. Calls with the
+// same COUNT share one of_warp. For groups of several warps, a kernel may therefore make only one call per COUNT: a
+// second could overwrite sums that a slow warp still reads. (A group with two slices has at most two threads.)
+template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int group_threads) {
     __shared__ float of_warp[kMaxGroupThreads / 32][COUNT];
-    if (threads <= 32) return add_over_lanes(value, threads);
-    const int warps = threads / 32, first_warp = (threadIdx.x & -threads) / 32;
+    if (group_threads <= 32) return add_over_lanes(value, group_threads);
+    const int warps = group_threads / 32, first_warp = (threadIdx.x & -group_threads) / 32;
     add_over_lanes(value, 32);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -331,12 +326,12 @@ template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int t
     add_over_lanes(value, warps);
 }
 
-// An asm statement without instructions, which tells the compiler that it changes the packs. Otherwise the compiler
-// would convert the values to float once, for the sums, and keep the floats in registers until the output. It may do so
-// if a thread has at most 16 values. For more it would have too few registers, and spill them.
-template <typename T, int V, int OPERANDS, int PACKS> __device__ __forceinline__ void make_opaque(
-    Operands<T, V, OPERANDS> (&held)[PACKS]) {
-    if constexpr (PACKS * OPERANDS * V > 16) {
+// The asm statement has no instructions, but tells the compiler that it changes the packs. Otherwise the compiler would
+// convert the values to float once, for the sums, and keep the floats in registers until the output. It may do so if a
+// thread has at most 16 values. For more it would have too few registers, and would spill them.
+template <typename T, int V, int INPUTS, int PACKS> __device__ __forceinline__ void make_opaque(
+    Inputs<T, V, INPUTS> (&held)[PACKS]) {
+    if constexpr (PACKS * INPUTS * V > 16) {
         uint32_t* const words = reinterpret_cast<uint32_t*>(held);
 #pragma unroll
         for (int i = 0; i < int(sizeof(held) / 4); ++i) asm volatile("" : "+r"(words[i]));
@@ -346,7 +341,7 @@ template <typename T, int V, int OPERANDS, int PACKS> __device__ __forceinline__
 // The block copies a run of values to shared memory, or back: first packs of 16 bytes and then, one by one, the values
 // left over. Only the tensor's last run has such values.
 template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from, int values) {
-    constexpr int V = kValues16<T>;
+    constexpr int V = kValuesPer16Bytes<T>;
     for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) {
         if constexpr (ASYNC) copy_async(to + i, from + i);
         else *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
@@ -354,107 +349,113 @@ template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from,
     for (int i = values / V * V + threadIdx.x; i < values; i += blockDim.x) to[i] = from[i];
 }
 
-constexpr int kBlock = 128;  // the threads of a block, unless a group has more
-// How many threads must fit on an SM if each holds BYTES bytes of packs (more than 128 only if STAGED). So the compiler
-// may give a thread at most 40, 64 or 96 registers, of the SM's 65536.
-template <size_t BYTES> constexpr int kThreadsOfSm = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
+constexpr int kMinBlockThreads = 128;  // the threads of a block, unless a group has more
+// The least number of threads resident on an SM, if each thread holds BYTES bytes of packs. With 65536 registers an SM,
+// this limits a thread to 40, 64 or 96 registers. BYTES exceeds 128 only if VIA_SHARED.
+#if __CUDA_ARCH__ == 750  // an SM has at most 1024 threads
+template <size_t BYTES> constexpr int kMinThreadsPerSm = BYTES <= 128 ? 1024 : 640;
+#else
+template <size_t BYTES> constexpr int kMinThreadsPerSm = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
+#endif
 
-template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED,
-    int BLOCK = STAGED ? kBlock : kMaxGroupThreads>
-__global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS * SLICES * PACKS> / BLOCK)
-    norm_in_registers(const Task<T> task, int log_threads) {
-    constexpr int kSums = 2 * OPERANDS;
+template <typename T, int V, int INPUTS, int SLICES, int PACKS, bool RAGGED, bool VIA_SHARED,
+    int MAX_THREADS = VIA_SHARED ? kMinBlockThreads : kMaxGroupThreads>
+__global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * INPUTS * SLICES * PACKS> / MAX_THREADS)
+    norm_in_registers(const Params<T> params, int log_group_threads) {
+    constexpr int kSums = 2 * INPUTS;
     constexpr int kSample = sizeof(T) == 4 ? PACKS : 1;  // the packs of a thread that are in the sample
-    // A block has `groups` groups of `threads` threads. The thread is number `member` of group `group`.
-    const int threads = 1 << log_threads, member = threadIdx.x & (threads - 1);
-    const int groups = blockDim.x >> log_threads, group = threadIdx.x >> log_threads;
-    const int64_t block_slice = int64_t(blockIdx.x) * groups * SLICES;  // the block's first slice
-    const int n = int(task.n);
-    Task<T> source = task;  // if STAGED: only the block's slices, in shared memory, where outputs take x's place
-    // If STAGED, a thread has this many of a slice's values, or fewer at the slice's end. It is an odd number of packs
-    // or, if RAGGED, of values, as the picture says.
+    // A block has `groups` groups of `group_threads` threads. The thread is number `rank` of group `group`.
+    const int group_threads = 1 << log_group_threads, rank = threadIdx.x & (group_threads - 1);
+    const int groups = blockDim.x >> log_group_threads, group = threadIdx.x >> log_group_threads;
+    const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES;  // the block's first slice
+    const int n = int(params.n);
+    Params<T> block_params = params;  // if VIA_SHARED: of only the block's slices, in shared memory; outputs replace x
+    // If VIA_SHARED, a thread has this many of a slice's values, or fewer at the slice's end. It is an odd number of
+    // packs or, if RAGGED, of values, as the picture says.
     constexpr int kUnit = RAGGED ? 1 : V;
-    const int share = (((n / kUnit + threads - 1) >> log_threads) | 1) * kUnit;
-    if constexpr (STAGED) {
+    const int values_per_thread = (((n / kUnit + group_threads - 1) >> log_group_threads) | 1) * kUnit;
+    if constexpr (VIA_SHARED) {
         extern __shared__ __align__(128) uint4 shared[];
-        source.slices = min(int64_t(groups), task.slices - block_slice);
-        source.to = reinterpret_cast<T*>(shared);
+        block_params.slices = min(int64_t(groups), params.slices - first_slice);
+        block_params.to = reinterpret_cast<T*>(shared);
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {
-            T* const run = source.to + o * groups * n;
-            copy_run<true>(run, task.from[o] + block_slice * task.n, int(source.slices) * n);
-            source.from[o] = run;
+        for (int j = 0; j < INPUTS; ++j) {
+            T* const run = block_params.to + j * groups * n;
+            copy_run<true>(run, params.from[j] + first_slice * params.n, int(block_params.slices) * n);
+            block_params.from[j] = run;
         }
-        end_group_and_wait<0>();
+        commit_and_wait<0>();
         __syncthreads();
     }
-    Span<T, V, RAGGED, !(STAGED && RAGGED)> span[SLICES];
-    Operands<T, V, OPERANDS> held[SLICES][PACKS];
-    if constexpr (STAGED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
+    using HeldSpan = Span<T, V, RAGGED, !(VIA_SHARED && RAGGED)>;
+    HeldSpan span[SLICES];
+    Inputs<T, V, INPUTS> held[SLICES][PACKS];
+    if constexpr (VIA_SHARED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
     // Calls use(i, p) for each pack that the thread has of its s-th slice: its i-th, which is the span's p-th. With two
     // slices the thread always has one pack of each: a group past the tensor's end takes the last slice once more, and
     // stores the same bits to the same place.
-    const auto each = [&](int s, const auto& use) {
+    const auto for_each_pack = [&](int s, const auto& use) {
 #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
-            const int p = STAGED ? i : member + i * threads;
+            const int p = VIA_SHARED ? i : rank + i * group_threads;
             if (SLICES > 1 || p < span[s].packs) use(i, p);
         }
     };
-    float shift[SLICES][OPERANDS];
+    float shift[SLICES][INPUTS];
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-        if constexpr (STAGED) {
-            const int first = min(member * share, n);
-            span[s] = {group * n + first, group < source.slices ? min(n - first, share) : 0};
+        if constexpr (VIA_SHARED) {
+            const int first = min(rank * values_per_thread, n);
+            span[s] = HeldSpan(group * n + first, group < block_params.slices ? min(n - first, values_per_thread) : 0);
         } else {
-            const int64_t slice = block_slice + s * groups + group;
-            span[s] = {task, SLICES > 1 ? min(slice, task.slices - 1) : slice};
+            const int64_t slice = first_slice + s * groups + group;
+            span[s] = HeldSpan(params, SLICES > 1 ? min(slice, params.slices - 1) : slice);
         }
-        each(s, [&](int i, int p) {
+        for_each_pack(s, [&](int i, int p) {
 #pragma unroll
-            for (int o = 0; o < OPERANDS; ++o) span[s].template load<false>(source, held[s][i].pack[o], o, p);
+            for (int j = 0; j < INPUTS; ++j) span[s].template load<false>(block_params, held[s][i].pack[j], j, p);
         });
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {  // at first the shift is the slice's first value
-            const int64_t first_value = STAGED ? group * n : span[s].base + span[s].head;  // its index
-            shift[s][o] = STAGED || span[s].packs > 0 ? to_float(source.from[o][first_value]) : 0;
+        for (int j = 0; j < INPUTS; ++j) {  // at first the shift is the slice's first value
+            const int64_t first_index = VIA_SHARED ? group * n : span[s].base + span[s].head;
+            shift[s][j] = VIA_SHARED || span[s].packs > 0 ? to_float(block_params.from[j][first_index]) : 0;
         }
     }
-    if constexpr (STAGED) __syncthreads();  // others may read the slice's first value, and V - 1 more than theirs
+    // Before outputs replace x: until here others may read the slice's first value, and up to V - 1 past their own.
+    if constexpr (VIA_SHARED) __syncthreads();
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
         // Move the shifts to the sample's means, up to the small error of __fdividef. Each thread divides its own sums
         // before these are added up, because a total could overflow.
         float of_sample[kSums] = {};  // only the sums of d and e are used: the compiler drops the others
-        each(s, [&](int i, int p) {
-            if (i < kSample) add_products<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
+        for_each_pack(s, [&](int i, int p) {
+            if (i < kSample) add_to_sums<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
         });
-        const float inverse_sample = __fdividef(1, float(min(int64_t(threads * kSample * V), task.n)));
-        float difference[OPERANDS];
+        const float inverse_sample = __fdividef(1, float(min(int64_t(group_threads * kSample * V), params.n)));
+        float shifted_mean[INPUTS];
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) difference[o] = of_sample[2 * o] * inverse_sample;
-        add_over_group(difference, threads);
+        for (int j = 0; j < INPUTS; ++j) shifted_mean[j] = of_sample[2 * j] * inverse_sample;
+        add_over_group(shifted_mean, group_threads);
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) shift[s][o] += difference[o];
+        for (int j = 0; j < INPUTS; ++j) shift[s][j] += shifted_mean[j];
         make_opaque(held[s]);
 
-        const float inverse_n = float(task.inverse_n);
+        const float inverse_n = float(params.inverse_n);
         float sum[kSums] = {};
-        each(s, [&](int i, int p) { add_products<RAGGED>(sum, held[s][i], span[s].mask(p), shift[s]); });
+        for_each_pack(s, [&](int i, int p) { add_to_sums<RAGGED>(sum, held[s][i], span[s].mask(p), shift[s]); });
 #pragma unroll
         for (int k = 1; k < kSums; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
-        // Norm divides the totals of d and e, which are small, since the shifts are near the means now. If each thread
-        // divided its own sums, the smallest would underflow to 0.
-        add_over_group(sum, threads);
-        Norm<OPERANDS> norm;
-        norm.set(sum, shift[s], inverse_n, task.eps);
+        // The sums of d and e are divided later, in Normalizer. Their totals cannot overflow, because the shifts are
+        // near the means now. Divided per thread, the smallest sums would underflow to 0.
+        add_over_group(sum, group_threads);
+        Normalizer<INPUTS> normalizer;
+        normalizer.set(sum, shift[s], inverse_n, params.eps);
         make_opaque(held[s]);
-        each(s, [&](int i, int p) { span[s].store(source, norm(held[s][i]), p); });
+        for_each_pack(s, [&](int i, int p) { span[s].store(block_params, normalizer(held[s][i]), p); });
     }
-    if constexpr (STAGED) {
+    if constexpr (VIA_SHARED) {
         __syncthreads();
-        copy_run<false>(task.to + block_slice * task.n, source.to, int(source.slices) * n);
+        copy_run<false>(params.to + first_slice * params.n, block_params.to, int(block_params.slices) * n);
     }
 }
 
@@ -470,18 +471,18 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 //      2nd tile                 arrives   summed     waits    written
 //      3rd tile                           arrives   summed     waits    written
 //
-// A stage is a part of shared memory. It has room for one tile of x and, in the backward, for the same tile of g. The
-// tile that arrives in a round goes to the stage that the tile written in that round leaves. A block's last warp is its
-// reducer, and the others are workers. A worker warp has up to kTilePacks * 32 packs of every tile, and each lane every
-// 32nd of them. In a round a worker thread goes over its packs once. At each of them it
+// A stage is room in shared memory for one tile of x and, in the backward, for the same tile of g. It lies in pieces,
+// one for each warp. The tile that arrives in a round goes to the stage that the tile written in that round leaves. A
+// block's last warp is its reducer, and the others are workers. A worker warp has up to kThreadPacks * 32 packs of
+// every tile, and each lane every 32nd of them. In a round a worker thread goes over its packs once. At each of them it
 //   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
 //   2. reads the tile that is written from shared memory, and writes its output to global memory;
 //   3. begins to copy the tile that arrives from global memory to where step 2 has read;
-//   4. waits for the next pack that it will sum, which it began to copy almost a round before. (Behind its last pack
-//      that is the first one of the tile that arrives.)
+//   4. waits until the pack that it sums next is in shared memory; its copy began almost a round ago. After the
+//      thread's last pack, the next is its first pack of the arriving tile.
 // Meanwhile the reducer takes care of the tile that waits. It reads the workspace, where blocks publish sums, until it
-// has the sums of all tiles of that tile's slice. From them it computes a Norm, and stores it in shared memory. With
-// this Norm the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps'
+// has the sums of all tiles of that tile's slice. From them it computes a Normalizer, and stores it in shared memory.
+// With it the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps'
 // sums of the tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace.
 //
 // No flags or fences are needed. Without clusters no block can read another's shared memory, so sums go through global
@@ -489,74 +490,79 @@ __global__ void __launch_bounds__(BLOCK, kThreadsOfSm<sizeof(T) * V * OPERANDS *
 // volatile store of 64 bits, which goes to L2; there other blocks' reducers load it. So a word that is not kEmpty is a
 // whole sum.
 //
-// When a block has published the sums of a tile, it has a round of other work (two with 4 stages) before it needs the
-// Norm. So it loses no time if other blocks are a little late. Copies and stores are spread evenly over the round.
+// When a block has published a tile's sums, it has a round of other work (two with 4 stages) before it needs the
+// Normalizer. So it loses no time if other blocks are a little late. Copies and stores are spread evenly over the
+// round.
 //
 // No block waits forever. All blocks are resident, that is on the SMs at the same time: the launch is cooperative. A
 // slice has no more tiles than there are blocks, so a block has at most one tile of it. A block takes its tiles in
-// ascending order. Now take the first slice whose sums are not all published, and a block that has yet to publish some
-// of them. Before it does, it waits only for earlier slices. Their sums are all published, so it will publish its own.
+// ascending order. Proof: take the first slice with an unpublished sum, and the block that has to publish it. Until
+// then that block waits only for sums of earlier slices. Those are all published, so it goes on and publishes its own.
 //
 // Blocks cannot wait if a slice has more tiles than blocks are resident, or if the cooperative launch is refused (see
-// launch_many_blocks). Then the kernel is launched twice. The first launch publishes all sums and writes no output. The
-// second does all that is said above, but finds all sums there. It publishes them again, with the same bits.
+// launch_in_many_blocks). Then the kernel is launched twice, not cooperatively. The first launch publishes all sums and
+// writes no output. The second finds all sums there, so no block waits, even if it has several tiles of a slice. It
+// publishes the sums again, with the same bits.
 
-// How many packs of a tile a worker thread has, of each operand. For all operands and stages together it has room for
-// 24 packs, which are 384 bytes. 24 is a multiple of 1 and 2 operands times 3 and 4 stages.
-template <int OPERANDS, int STAGES> constexpr int kTilePacks = 24 / OPERANDS / STAGES;
+// How many packs of a tile a worker thread has, of each input. For all inputs and stages together it has room for
+// 24 packs, which are 384 bytes. 24 is a multiple of 1 and 2 inputs times 3 and 4 stages.
+template <int INPUTS, int STAGES> constexpr int kThreadPacks = 24 / INPUTS / STAGES;
 // The most threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. Each of these has 32 * 384 bytes
-// of shared memory, so together they have 216 KiB. A block can have 227 KiB on 9.0 and 10.0.
-constexpr int kMaxThreads = 19 * 32;
+// of shared memory, so together they have 216 KiB. A block can have 227 KiB on 9.0 and 10.0. An H200 runs 132 blocks,
+// one on each SM, with 27.8 MiB in all. In the float32 forward they keep parts of four slices at a time, so one slice
+// may use a quarter of it. In 16 bits they keep parts of three, so one may use a third, or a sixth in the backward of
+// the largest slices, for g is kept, too.
+constexpr int kMaxTileThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
-    int tiles;  // the number of tiles of a slice
-    int packs;  // the number of packs of a tile; a slice's last tile may have fewer
-    int section;  // the number of doubles in a slice's section of the workspace, which begins on a 128-byte line
+    int tiles_per_slice;
+    int packs_per_tile;  // a slice's last tile may have fewer
+    int section_doubles;  // the length of a slice's section of the workspace, which begins on a 128-byte line
 };
 
-// A warp adds up in float, around a shift of its own: the median of three of its values, so that a single outlier is
-// not chosen. Warps' shifts differ, so each warp then converts its sums, in double, to sums around the slice's first
-// value. These are added over all warps and tiles, always in the same order. The first value is one of the slice's n
-// values, so the sum of d * d around it is at most n times that around the mean. So mean(d * d) - mean(d)^2 loses at
-// most log2(n) of a double's 53 bits.
+// A warp adds up in float, around a shift of its own: the median of three values of a pack, so that a single outlier is
+// not chosen, or one value of a pack that is not whole. Warps' shifts differ, so each warp then converts its sums, in
+// double, to sums around the slice's first value. These are added over all warps and tiles, always in the same order.
+// The first value is one of the slice's n values, so the sum of d * d around it is at most n times that around the
+// mean. So subtracting mean(d)^2 loses at most log2(n) of a double's 53 bits.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
-template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
-    static constexpr int V = kValues16<T>, kSums = 2 * OPERANDS;
-    float shift[OPERANDS];
-    float sum[kSums + 1] = {};  // d, d * d, e, d * e, and the number of values
+template <typename T, int INPUTS, bool RAGGED> struct WarpSums {
+    static constexpr int V = kValuesPer16Bytes<T>, kSums = 2 * INPUTS, kCount = kSums;
+    float shift[INPUTS];
+    float sum[kCount + 1] = {};  // d, d * d, e, d * e, and at kCount the number of values
 
-    // operands: the lane's first pack of the tile. mask: which of its values belong to the slice; 0 if it has no pack.
-    __device__ void choose_shift(const Operands<T, V, OPERANDS>& operands, unsigned mask) {
+    // inputs: the lane's first pack of the tile. mask: which of its values belong to the slice; 0 if it has no pack.
+    __device__ void choose_shift(const Inputs<T, V, INPUTS>& inputs, unsigned mask) {
         // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may hold the slice's first pack, whose value 0 may be
         // a neighbour's and whose only own value may be an outlier. In that case lane 1 has a pack: a slice's first
         // tile has at least 32. In all other packs value 0 belongs to the slice.
         const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {
-            const auto value = [&](int i) { return value_of(operands.pack[o], i); };
+        for (int j = 0; j < INPUTS; ++j) {
+            const auto value = [&](int i) { return value_of(inputs.pack[j], i); };
             float own = mask == 0 ? 0 : value(0);
             if (mask == kWholePack<V>) own = median(value(0), value(V / 2), value(V - 1));
-            shift[o] = __shfl_sync(~0u, own, lane);
+            shift[j] = __shfl_sync(~0u, own, lane);
         }
     }
-    __device__ void add(const Operands<T, V, OPERANDS>& operands, unsigned mask) {
-        add_products<RAGGED>(sum, operands, mask, shift);
-        sum[kSums] += __popc(mask);
+    __device__ void add(const Inputs<T, V, INPUTS>& inputs, unsigned mask) {
+        add_to_sums<RAGGED>(sum, inputs, mask, shift);
+        sum[kCount] += __popc(mask);
     }
     // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them.
     // x_apart and g_apart are the shifts minus these first values:
     //     sum (d + x_apart)^2 = sum d^2 + 2 * x_apart * sum d + values * x_apart^2
     //     sum (d + x_apart) * (e + g_apart) = sum d * e + x_apart * sum e + g_apart * sum (d + x_apart)
-    __device__ void store(double* to, const T (&first_value)[OPERANDS]) {
+    __device__ void store(double* to, const T (&first_value)[INPUTS]) {
         add_over_lanes(sum, 32);
         if (threadIdx.x % 32 != 0) return;
         const double x_apart = double(shift[0]) - to_float(first_value[0]);
-        const double values = sum[kSums];
+        const double values = sum[kCount];
         to[0] = sum[0] + values * x_apart;
         to[1] = sum[1] + x_apart * (2.0 * sum[0] + values * x_apart);
-        if constexpr (OPERANDS == 2) {
+        if constexpr (INPUTS == 2) {
             const double g_apart = double(shift[1]) - to_float(first_value[1]);
             to[2] = sum[2] + values * g_apart;
             to[3] = sum[3] + x_apart * sum[2] + g_apart * to[0];
@@ -567,26 +573,26 @@ template <typename T, int OPERANDS, bool RAGGED> struct WarpSums {
 // Adds up a value over every kSums-th lane of a warp. All of these lanes get the same bits.
 template <int kSums> __device__ double add_every(double value) {
 #pragma unroll
-    for (int offset = 16; offset >= kSums; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+    for (int lane_mask = 16; lane_mask >= kSums; lane_mask /= 2) value += __shfl_xor_sync(~0u, value, lane_mask);
     return value;
 }
 // A warp adds up the published sums of a slice's tiles: kSums words a tile, a double each. Lane l returns the total of
 // sum l % kSums. Each lane reads its words again and again until none is kEmpty.
-template <int kSums> __device__ double add_published(const double* from, int tiles) {
+template <int kSums> __device__ double add_published(const double* from, int tiles_per_slice) {
     constexpr int kAtOnce = 8;  // how many words a lane loads before it uses the first of them
     double total = 0;
-    for (int w = threadIdx.x % 32; w < tiles * kSums; w += kAtOnce * 32) {
+    for (int w = threadIdx.x % 32; w < tiles_per_slice * kSums; w += kAtOnce * 32) {
         double word[kAtOnce];
-        bool all = false;
-        while (!all) {
-            all = true;
+        bool all_published = false;
+        while (!all_published) {
+            all_published = true;
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
                 const int at = w + k * 32;
-                word[k] = at < tiles * kSums ? static_cast<const volatile double*>(from)[at] : 0;
+                word[k] = at < tiles_per_slice * kSums ? static_cast<const volatile double*>(from)[at] : 0;
             }
 #pragma unroll
-            for (int k = 0; k < kAtOnce; ++k) all &= __double_as_longlong(word[k]) != kEmpty;
+            for (int k = 0; k < kAtOnce; ++k) all_published &= __double_as_longlong(word[k]) != kEmpty;
         }
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) total += word[k];
@@ -597,102 +603,103 @@ template <int kSums> __device__ double add_published(const double* from, int til
 
 // Tile `index` of a slice, or no tile if `slice` is -1. A worker thread has up to PACKS of the slice's packs:
 // first_pack, first_pack + 32, ..., all below end_pack.
-template <typename T, int OPERANDS, bool RAGGED, int PACKS> struct Tile {
+template <typename T, int INPUTS, bool RAGGED, int PACKS> struct Tile {
     int slice = -1, index = 0, first_pack = 0, end_pack = 0;
-    Span<T, kValues16<T>, RAGGED> span;
-    // The slice's first value of each operand. A thread that converted it to float here would wait for the load in
+    Span<T, kValuesPer16Bytes<T>, RAGGED> span;
+    // The slice's first value of each input. A thread that converted it to float here would wait for the load in
     // every round, and the bfloat16 backward would take 1.03 times as long (with slices of 40 KiB 1.2 times).
-    T first_value[OPERANDS] = {};
+    T first_value[INPUTS] = {};
 
     Tile() = default;
-    __device__ Tile(const Task<T>& task, const Tiling& tiling, int tile) {
-        if (tile >= int(task.slices) * tiling.tiles) return;
-        slice = tile / tiling.tiles;
-        index = tile % tiling.tiles;
-        span = Span<T, kValues16<T>, RAGGED>(task, slice);
-        first_pack = index * tiling.packs + int(threadIdx.x) / 32 * 32 * PACKS + int(threadIdx.x) % 32;
-        end_pack = min((index + 1) * tiling.packs, span.packs);
+    __device__ Tile(const Params<T>& params, const Tiling& tiling, int tile) {
+        if (tile >= int(params.slices) * tiling.tiles_per_slice) return;
+        slice = tile / tiling.tiles_per_slice;
+        index = tile % tiling.tiles_per_slice;
+        span = Span<T, kValuesPer16Bytes<T>, RAGGED>(params, slice);
+        first_pack = index * tiling.packs_per_tile + int(threadIdx.x) / 32 * 32 * PACKS + int(threadIdx.x) % 32;
+        end_pack = min((index + 1) * tiling.packs_per_tile, span.packs);
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) first_value[o] = task.from[o][slice * task.n];
+        for (int j = 0; j < INPUTS; ++j) first_value[j] = params.from[j][slice * params.n];
     }
 };
 
 // write: whether the output is written. It is false only in the first of two launches.
-template <typename T, int OPERANDS, bool RAGGED, int STAGES>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    norm_in_many_blocks(const Task<T> task, const Tiling tiling, const bool write) {
-    constexpr int V = kValues16<T>, kSums = 2 * OPERANDS, PACKS = kTilePacks<OPERANDS, STAGES>;
-    // [warp][stage][pack][operand][lane]. Each thread reads only what it copied itself, so it need not wait for other
+template <typename T, int INPUTS, bool RAGGED, int STAGES>
+__global__ void __launch_bounds__(kMaxTileThreads, 1)
+    norm_in_many_blocks(const Params<T> params, const Tiling tiling, const bool write) {
+    constexpr int V = kValuesPer16Bytes<T>, kSums = 2 * INPUTS, PACKS = kThreadPacks<INPUTS, STAGES>;
+    // [warp][stage][pack][input][lane]. Each thread reads only what it copied itself, so it need not wait for other
     // threads. Aligned to only 16 bytes, `stages` would make the forward take 1.15 times as long (H200, 1 MiB in
     // float32), the backward 1.04 times, in bfloat16 1.07.
     extern __shared__ __align__(128) uint4 stages[];
     // One of each for even rounds and one for odd rounds: workers store one of_warp while the reducer may still read
-    // the other, and read one norm while the reducer stores the other.
-    __shared__ double of_warp[2][kMaxThreads / 32][kSums];
-    __shared__ Norm<OPERANDS> norms[2];
+    // the other, and read one Normalizer while the reducer stores the other.
+    __shared__ double of_warp[2][kMaxTileThreads / 32][kSums];
+    __shared__ Normalizer<INPUTS> normalizers[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
     const auto stage = [&](int round) {
-        return reinterpret_cast<Pack<T, V>*>(stages) + (warp * STAGES + round % STAGES) * PACKS * OPERANDS * 32 + lane;
+        return reinterpret_cast<Pack<T, V>*>(stages) + (warp * STAGES + round % STAGES) * PACKS * INPUTS * 32 + lane;
     };
     const auto read = [&](const Pack<T, V>* from) {
-        Operands<T, V, OPERANDS> operands;
+        Inputs<T, V, INPUTS> inputs;
 #pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) operands.pack[o] = from[o * 32];
-        return operands;
+        for (int j = 0; j < INPUTS; ++j) inputs.pack[j] = from[j * 32];
+        return inputs;
     };
     // A slice's section of the workspace.
-    const auto published = [&](int slice) { return task.workspace + int64_t(slice) * tiling.section; };
+    const auto section_of = [&](int slice) { return params.workspace + int64_t(slice) * tiling.section_doubles; };
 
-    Tile<T, OPERANDS, RAGGED, PACKS> tiles[STAGES + 1];  // the tile that arrives, ..., the tile that is written
+    Tile<T, INPUTS, RAGGED, PACKS> tiles[STAGES + 1];  // the tile that arrives, ..., the tile that is written
     const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[STAGES - 1], &written = tiles[STAGES];
-    Norm<OPERANDS> known_norm;  // the reducer's, of slice `known`
+    Normalizer<INPUTS> known_normalizer;  // the reducer's, of slice `known`
     int known = -1;
     // A round for each of the block's tiles, and STAGES more, until the last tile is written.
-    const int rounds = (int(task.slices) * tiling.tiles - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + STAGES;
+    const int rounds =
+        (int(params.slices) * tiling.tiles_per_slice - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + STAGES;
     for (int round = 0; round < rounds; ++round) {
 #pragma unroll
         for (int k = STAGES; k > 0; --k) tiles[k] = tiles[k - 1];
-        tiles[0] = Tile<T, OPERANDS, RAGGED, PACKS>(task, tiling, int(blockIdx.x) + round * int(gridDim.x));
+        tiles[0] = Tile<T, INPUTS, RAGGED, PACKS>(params, tiling, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < worker_warps) {
-            const Norm<OPERANDS> norm = norms[(round + 1) % 2];
-            const Pack<T, V>* const from = stage(round + STAGES - 1);  // the tile that arrived in the round before
-            Pack<T, V>* const to = stage(round);  // holds the written tile; pack by pack the arriving one replaces it
-            WarpSums<T, OPERANDS, RAGGED> sums;
+            const Normalizer<INPUTS> normalizer = normalizers[(round + 1) % 2];
+            const Pack<T, V>* const summed_slot = stage(round + STAGES - 1);  // holds the tile that arrived last round
+            Pack<T, V>* const slot = stage(round);  // holds the written tile; pack by pack the arriving one replaces it
+            WarpSums<T, INPUTS, RAGGED> sums;
 #pragma unroll
             for (int i = 0; i < PACKS; ++i) {
-                const int at = i * OPERANDS * 32;  // where the warp's i-th packs are in its part of a stage
+                const int at = i * INPUTS * 32;  // where the warp's i-th packs are in its part of a stage
                 const int summed_pack = summed.first_pack + i * 32;
                 const unsigned mask = summed_pack < summed.end_pack ? summed.span.mask(summed_pack) : 0;
-                const Operands<T, V, OPERANDS> operands = read(from + at);
-                if (i == 0) sums.choose_shift(operands, mask);
-                if (mask != 0) sums.add(operands, mask);
+                const Inputs<T, V, INPUTS> inputs = read(summed_slot + at);
+                if (i == 0) sums.choose_shift(inputs, mask);
+                if (mask != 0) sums.add(inputs, mask);
                 const int written_pack = written.first_pack + i * 32;
                 if (write && written_pack < written.end_pack) {
-                    written.span.store(task, norm(read(to + at)), written_pack);
+                    written.span.store(params, normalizer(read(slot + at)), written_pack);
                 }
                 const int pack = arriving.first_pack + i * 32;
 #pragma unroll
-                for (int o = 0; o < OPERANDS; ++o) {
-                    if (pack < arriving.end_pack) arriving.span.template load<true>(task, to[at + o * 32], o, pack);
+                for (int j = 0; j < INPUTS; ++j) {
+                    if (pack < arriving.end_pack) arriving.span.template load<true>(params, slot[at + j * 32], j, pack);
                 }
-                end_group_and_wait<PACKS - 1>();
+                commit_and_wait<PACKS - 1>();
             }
             sums.store(of_warp[round % 2][warp], summed.first_value);
         } else if (write && waiting.slice >= 0) {
-            // In the second of two launches a block may have several tiles of a slice, which need the same Norm.
+            // In the second of two launches a block may have several tiles of a slice, which need the same Normalizer.
             if (waiting.slice != known) {
-                double total = add_published<kSums>(published(waiting.slice), tiling.tiles);
-                if (lane % 2 == 1) total *= task.inverse_n;  // of d * d and d * e
+                double total = add_published<kSums>(section_of(waiting.slice), tiling.tiles_per_slice);
+                if (lane % 2 == 1) total *= params.inverse_n;  // of d * d and d * e
                 double sum[kSums];
-                float shift[OPERANDS];
+                float shift[INPUTS];
 #pragma unroll
-                for (int o = 0; o < OPERANDS; ++o) shift[o] = to_float(waiting.first_value[o]);
+                for (int j = 0; j < INPUTS; ++j) shift[j] = to_float(waiting.first_value[j]);
 #pragma unroll
                 for (int k = 0; k < kSums; ++k) sum[k] = __shfl_sync(~0u, total, k);
-                known_norm.set(sum, shift, task.inverse_n, task.eps);
+                known_normalizer.set(sum, shift, params.inverse_n, params.eps);
                 known = waiting.slice;
             }
-            if (lane == 0) norms[round % 2] = known_norm;
+            if (lane == 0) normalizers[round % 2] = known_normalizer;
         }
         __syncthreads();
         if (warp == worker_warps && summed.slice >= 0) {
@@ -700,120 +707,123 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
             for (int w = lane / kSums; w < worker_warps; w += 32 / kSums) total += of_warp[round % 2][w][lane % kSums];
             total = add_every<kSums>(total);
             // A sum that has the bits of kEmpty becomes another NaN, 0xFFFF000000000000.
-            const bool taken = __double_as_longlong(total) == kEmpty;
-            volatile double* const to = published(summed.slice) + summed.index * kSums;
-            if (lane < kSums) to[lane] = taken ? __longlong_as_double(kEmpty << 48) : total;
+            const bool is_empty_pattern = __double_as_longlong(total) == kEmpty;
+            volatile double* const to = section_of(summed.slice) + summed.index * kSums;
+            if (lane < kSums) to[lane] = is_empty_pattern ? __longlong_as_double(kEmpty << 48) : total;
         }
     }
 }
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// The most packs that a slice of n values can touch.
+template <int V, bool RAGGED> static int64_t max_packs(int64_t n) { return (n + (RAGGED ? 2 * V - 2 : 0)) / V; }
 
-// A group has as few threads as can hold a slice. `room` is what a thread can hold: packs or, if STAGED, values. There
-// its share is an odd number of values or packs, so it is one less than fits.
-template <typename T, int V, int OPERANDS, int SLICES, int PACKS, bool RAGGED, bool STAGED>
-static cudaError_t launch_group(const Task<T>& task, int64_t packs) {
-    const int64_t room = STAGED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
-    int log_threads = 0;
-    while ((room << log_threads) < (STAGED ? task.n : packs)) ++log_threads;
-    const int block = std::max(kBlock, 1 << log_threads);
-    const int groups = block >> log_threads;
+// A group has as few threads as can hold a slice. `room` is what a thread may be given: packs or, if VIA_SHARED,
+// values. A VIA_SHARED share is an odd number of packs (if RAGGED, of values). What fits is even, so one stays unused.
+template <typename T, int V, int INPUTS, int SLICES, int PACKS, bool RAGGED, bool VIA_SHARED>
+static cudaError_t launch_in_registers(const Params<T>& params) {
+    const int64_t room = VIA_SHARED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
+    const int64_t needed = VIA_SHARED ? params.n : max_packs<V, RAGGED>(params.n);
+    int log_group_threads = 0;
+    while ((room << log_group_threads) < needed) ++log_group_threads;
+    const int block_threads = std::max(kMinBlockThreads, 1 << log_group_threads);
+    const int groups = block_threads >> log_group_threads;
     // V more values, because a thread's last pack may end up to V - 1 values past the run, and `load` reads them, too.
-    const int shared = STAGED ? (groups * int(task.n) * OPERANDS + V) * int(sizeof(T)) : 0;
-    const unsigned grid = unsigned(divide_up(task.slices, groups * SLICES));
-    const auto kernel = norm_in_registers<T, V, OPERANDS, SLICES, PACKS, RAGGED, STAGED>;
-    kernel<<<grid, block, shared, task.stream>>>(task, log_threads);
+    const int shared_bytes = VIA_SHARED ? (groups * int(params.n) * INPUTS + V) * int(sizeof(T)) : 0;
+    const unsigned grid = unsigned(divide_up(params.slices, groups * SLICES));
+    const auto kernel = norm_in_registers<T, V, INPUTS, SLICES, PACKS, RAGGED, VIA_SHARED>;
+    kernel<<<grid, block_threads, shared_bytes, params.stream>>>(params, log_group_threads);
     return cudaGetLastError();
 }
-template <typename T, int OPERANDS, bool RAGGED, int STAGES>
-static cudaError_t launch_many_blocks(Task<T> task, int64_t packs) {
-    void* const kernel = reinterpret_cast<void*>(norm_in_many_blocks<T, OPERANDS, RAGGED, STAGES>);
-    int device = 0, sms = 0, shared = 0, blocks = 0;
+template <typename T, int INPUTS, bool RAGGED, int STAGES>
+static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
+    void* const kernel = reinterpret_cast<void*>(norm_in_many_blocks<T, INPUTS, RAGGED, STAGES>);
+    int device = 0, sms = 0, sm_shared_bytes = 0, blocks_per_sm = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    // One block an SM, with as many worker warps as the SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on
-    // 8.6, 5 on 7.5. 2560 bytes are more than the block's static shared memory, which is up to 1280, and the 1024 that
-    // CUDA reserves for a block.
-    constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kTilePacks<OPERANDS, STAGES>;
-    const int workers = std::min((shared - 2560) / kWarpBytes, kMaxThreads / 32 - 1);
-    const int threads = (workers + 1) * 32, dynamic = workers * kWarpBytes;  // of a block
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, dynamic);
-    const int64_t resident = int64_t(blocks) * sms;
-    // A slice gets as few tiles as can hold it. If that leaves resident blocks without a tile, it gets more, but each
-    // tile before the last has as many packs as one warp can hold, or more. A tile's size is a multiple of 32 packs.
-    const int64_t fewest = divide_up(packs, workers * kWarpPacks), most = divide_up(packs, kWarpPacks);
-    const int64_t wanted = std::max(fewest, std::min(most, resident / task.slices));
-    const int64_t tile_packs = divide_up(divide_up(packs, wanted), 32) * 32;
-    const int64_t tiles = divide_up(packs, tile_packs);
-    const int64_t section = divide_up(tiles * 2 * OPERANDS, 16) * 16;
-    Tiling tiling = {int(tiles), int(tile_packs), int(section)};
-    const size_t bytes = task.slices * section * sizeof(double);
-    task.workspace = static_cast<double*>(task.allocate(task.tensor, bytes));
-    const unsigned grid = unsigned(std::min(task.slices * tiles, resident));
+    cudaDeviceGetAttribute(&sm_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    // A block has as many worker warps as an SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on 8.6, 5 on 7.5.
+    // So an SM runs one block. 2560 bytes exceed its static shared memory (up to 1280) plus the 1024 of CUDA itself.
+    constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kThreadPacks<INPUTS, STAGES>;
+    const int worker_warps = std::min((sm_shared_bytes - 2560) / kWarpBytes, kMaxTileThreads / 32 - 1);
+    const int block_threads = (worker_warps + 1) * 32, shared_bytes = worker_warps * kWarpBytes;  // of a block
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, block_threads, shared_bytes);
+    const int64_t resident_blocks = int64_t(blocks_per_sm) * sms;
+    // A slice gets the fewest tiles that hold it. If resident blocks would have no tile, it gets more, but every tile
+    // but the last still fills at least one warp. The number of a tile's packs is a multiple of 32.
+    const int64_t fewest_tiles = divide_up(packs, worker_warps * kWarpPacks), most_tiles = divide_up(packs, kWarpPacks);
+    const int64_t wanted_tiles = std::max(fewest_tiles, std::min(most_tiles, resident_blocks / params.slices));
+    const int64_t packs_per_tile = divide_up(divide_up(packs, wanted_tiles), 32) * 32;
+    const int64_t tiles_per_slice = divide_up(packs, packs_per_tile);
+    const int64_t section_doubles = divide_up(tiles_per_slice * 2 * INPUTS, 16) * 16;
+    Tiling tiling = {int(tiles_per_slice), int(packs_per_tile), int(section_doubles)};
+    const size_t workspace_bytes = params.slices * section_doubles * sizeof(double);
+    params.workspace = static_cast<double*>(params.allocate(params.owner, workspace_bytes));
+    const unsigned grid = unsigned(std::min(params.slices * tiles_per_slice, resident_blocks));
     bool write = true;
-    void* arguments[] = {&task, &tiling, &write};
-    if (tiles <= resident) {
-        if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0xff, bytes, task.stream))
+    void* args[] = {&params, &tiling, &write};
+    if (tiles_per_slice <= resident_blocks) {
+        if (const cudaError_t error = cudaMemsetAsync(params.workspace, 0xff, workspace_bytes, params.stream))
             return error;  // without an error each word will be kEmpty when the kernel begins
-        if (cudaLaunchCooperativeKernel(kernel, grid, threads, arguments, dynamic, task.stream) == cudaSuccess)
+        if (cudaLaunchCooperativeKernel(kernel, grid, block_threads, args, shared_bytes, params.stream) == cudaSuccess)
             return cudaSuccess;
         // In a part of a GPU (MIG, MPS) fewer blocks may be resident than was computed. Then this launch is refused.
         // Clear its error, whatever it is, and launch twice instead, so that no block waits.
         cudaGetLastError();
     }
     write = false;
-    if (const cudaError_t error = cudaLaunchKernel(kernel, grid, threads, arguments, dynamic, task.stream))
+    if (const cudaError_t error = cudaLaunchKernel(kernel, grid, block_threads, args, shared_bytes, params.stream))
         return error;
     write = true;
-    return cudaLaunchKernel(kernel, grid, threads, arguments, dynamic, task.stream);
+    return cudaLaunchKernel(kernel, grid, block_threads, args, shared_bytes, params.stream);
 }
 
-template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const Task<T>& task) {
-    constexpr int V = kValues16<T>, kMost = kHeldBytes / 16 / OPERANDS;  // kMost: a thread's packs, unless STAGED
-    const int64_t packs = (task.n + (RAGGED ? 2 * V - 2 : 0)) / V;  // the most that a slice can touch
-    if (packs > kMaxGroupThreads * kMost) {
+template <typename T, int INPUTS, bool RAGGED> static cudaError_t launch(const Params<T>& params) {
+    constexpr int V = kValuesPer16Bytes<T>, kMaxPacks = kHeldBytes / 16 / INPUTS;  // kMaxPacks: a thread's, of an input
+    const int64_t n = params.n, packs = max_packs<V, RAGGED>(n);
+    if (packs > kMaxGroupThreads * kMaxPacks) {
         // In float32 four stages are faster than three (H200, slices of 1 MiB: 0.98 of the time, backward 0.93). In 16
         // bits three are faster than four (0.95, backward 0.88), since the workers have more to do for each byte. But
         // with four stages the largest slice is smaller. So the float32 backward has four only for slices that are not
         // RAGGED and have up to 131072 packs, 2 MiB. With four stages an A100's 108 SMs have room for 134784 packs.
-        constexpr int kStages = sizeof(T) == 4 && OPERANDS == 1 ? 4 : 3;
-        if constexpr (sizeof(T) == 4 && OPERANDS == 2 && !RAGGED) {
-            if (packs <= 131072) return launch_many_blocks<T, OPERANDS, RAGGED, 4>(task, packs);
+        constexpr int kStages = sizeof(T) == 4 && INPUTS == 1 ? 4 : 3;
+        if constexpr (sizeof(T) == 4 && INPUTS == 2 && !RAGGED) {
+            if (packs <= 131072) return launch_in_many_blocks<T, INPUTS, RAGGED, 4>(params, packs);
         }
-        return launch_many_blocks<T, OPERANDS, RAGGED, kStages>(task, packs);
+        return launch_in_many_blocks<T, INPUTS, RAGGED, kStages>(params, packs);
     }
-    // launch_group<T, V, OPERANDS, SLICES, PACKS, RAGGED, STAGED>: a group has SLICES slices, and a thread up to PACKS
-    // packs of each. On the right: an image of bfloat16 whose forward takes this line.
+    // launch_in_registers<T, V, INPUTS, SLICES, PACKS, RAGGED, VIA_SHARED>: a group has SLICES slices, and a thread up
+    // to PACKS packs of each. On the right: an image of bfloat16 whose forward takes this line.
     if constexpr (!RAGGED) {
-        if (packs <= 2) return launch_group<T, V, OPERANDS, 2, 1, false, false>(task, packs);  // 4 x 4
-        if (packs <= 16) return launch_group<T, V, OPERANDS, 1, 2, false, false>(task, packs);  // 8 x 8
-        if (packs <= 512) return launch_group<T, V, OPERANDS, 1, 4, false, false>(task, packs);  // 16 x 16
+        if (packs <= 2) return launch_in_registers<T, V, INPUTS, 2, 1, false, false>(params);  // 4 x 4
+        if (packs <= 16) return launch_in_registers<T, V, INPUTS, 1, 2, false, false>(params);  // 8 x 8
+        if (packs <= 512) return launch_in_registers<T, V, INPUTS, 1, 4, false, false>(params);  // 16 x 16
     } else {
-        const bool staged = task.n <= kMaxStagedValues;
+        const bool via_shared = n <= kMaxViaSharedValues;
         if constexpr (V == 8) {
-            const bool in_8_bytes = task.n % 4 == 0 && task.n <= 4096;
-            if (staged && in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 16, false, true>(task, packs);  // 14 x 14
-            if (in_8_bytes) return launch_group<T, 4, OPERANDS, 1, 8, false, false>(task, task.n / 4);  // 18 x 18
+            if (n % 4 == 0 && n <= 4096) {
+                if (via_shared) return launch_in_registers<T, 4, INPUTS, 1, 16, false, true>(params);  // 14 x 14
+                return launch_in_registers<T, 4, INPUTS, 1, 8, false, false>(params);  // 18 x 18
+            }
         }
-        if (task.n < kMost * V) return launch_group<T, V, OPERANDS, 1, kMost, true, true>(task, packs);  // 7 x 7
-        if (staged) return launch_group<T, V, OPERANDS, 1, 8, true, true>(task, packs);  // 15 x 15
+        if (n < kMaxPacks * V) return launch_in_registers<T, V, INPUTS, 1, kMaxPacks, true, true>(params);  // 7 x 7
+        if (via_shared) return launch_in_registers<T, V, INPUTS, 1, 8, true, true>(params);  // 15 x 15
     }
-    return launch_group<T, V, OPERANDS, 1, kMost, RAGGED, false>(task, packs);  // 17 x 17, 128 x 128
+    return launch_in_registers<T, V, INPUTS, 1, kMaxPacks, RAGGED, false>(params);  // 17 x 17, 128 x 128
 }
 
-// dtype: 0 float32, 1 float16, 2 bfloat16. Writes to y the output or, if grad is not null, the gradient of x. If blocks
-// are to publish sums, it calls allocate(tensor, bytes) for the workspace. Returns a cudaError_t.
-extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
-    void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream) {
+// dtype: 0 float32, 1 float16, 2 bfloat16. It writes the output to `out` or, if grad is not null, the gradient of x. If
+// blocks are to publish sums, it calls allocate(owner, bytes) for the workspace. It returns a cudaError_t.
+extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* out, int64_t slices, int64_t n,
+    double eps, void* (*allocate)(void* owner, int64_t bytes), void* owner, cudaStream_t stream) {
     const auto launch_as = [=](auto zero) {
         using T = decltype(zero);
-        const Task<T> task = {{static_cast<const T*>(x), static_cast<const T*>(grad)}, static_cast<T*>(y), slices, n,
-            1.0 / n, float(eps), allocate, tensor, nullptr, stream};
-        const bool ragged = n % kValues16<T> != 0;
-        if (grad == nullptr) return ragged ? launch<T, 1, true>(task) : launch<T, 1, false>(task);
-        return ragged ? launch<T, 2, true>(task) : launch<T, 2, false>(task);
+        const Params<T> params = {{static_cast<const T*>(x), static_cast<const T*>(grad)}, static_cast<T*>(out), slices,
+            n, 1.0 / n, float(eps), allocate, owner, nullptr, stream};
+        const bool ragged = n % kValuesPer16Bytes<T> != 0;
+        if (grad == nullptr) return ragged ? launch<T, 1, true>(params) : launch<T, 1, false>(params);
+        return ragged ? launch<T, 2, true>(params) : launch<T, 2, false>(params);
     };
     return dtype == 0 ? launch_as(float()) : dtype == 1 ? launch_as(__half()) : launch_as(__nv_bfloat16());
 }
@@ -839,11 +849,11 @@ CPP_SOURCE = r"""
 
 namespace {
 
-// The kernels for a CPU. This one writes n outputs, a part of a slice: y = (x - mean) * rstd + offset. If `stream`, the
+// The kernels for a CPU. This one writes n outputs, a part of a slice: y = (x - mean) * rstd + offset. If `bypass`, the
 // stores bypass the caches. For that y must be aligned to 32 bytes, and n must be a multiple of 8.
-void write(float* y, const float* x, int64_t n, float mean, float rstd, float offset, bool stream) {
+void write(float* y, const float* x, int64_t n, float mean, float rstd, float offset, bool bypass) {
 #ifdef __AVX__
-    if (stream) {
+    if (bypass) {
         const __m256 means = _mm256_set1_ps(mean), rstds = _mm256_set1_ps(rstd), offsets = _mm256_set1_ps(offset);
         for (int64_t i = 0; i < n; i += 8) {
             _mm256_stream_ps(y + i, (_mm256_loadu_ps(x + i) - means) * rstds + offsets);
@@ -859,27 +869,27 @@ void write(float* y, const float* x, int64_t n, float mean, float rstd, float of
 // The loop takes kChunk values (2 KiB) of each slice in turn, so that memory is read and written at the same time. The
 // sums, in double, are of d and of d * d, where d is x minus the slice's first value.
 constexpr int64_t kChunk = 512;
-void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
+void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool bypass) {
     float mean = 0, rstd = 0, offset = 0;  // of the slice that is written; offset corrects for the rounding of mean
     for (int64_t slice = 0; slice <= slices; ++slice) {
         const float* const next = x + slice * n;
         const double first_value = slice < slices ? next[0] : 0;
         double sum = 0;
-        double square = 0;
+        double sum_squares = 0;
         for (int64_t at = 0; at < n; at += kChunk) {
             const int64_t end = std::min(at + kChunk, n);
             if (slice < slices) {
-#pragma omp simd reduction(+ : sum, square)
+#pragma omp simd reduction(+ : sum, sum_squares)
                 for (int64_t i = at; i < end; ++i) {
                     const double d = next[i] - first_value;
                     sum += d;
-                    square += d * d;
+                    sum_squares += d * d;
                 }
             }
-            if (slice > 0) write(y + (slice - 1) * n + at, next - n + at, end - at, mean, rstd, offset, stream);
+            if (slice > 0) write(y + (slice - 1) * n + at, next - n + at, end - at, mean, rstd, offset, bypass);
         }
-        const double difference = sum / n, exact_mean = first_value + difference;
-        const double variance = (square - sum * difference) / n;
+        const double shifted_mean = sum / n, exact_mean = first_value + shifted_mean;
+        const double variance = (sum_squares - sum * shifted_mean) / n;
         const double exact_rstd = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);  // std::max would drop a NaN
         mean = float(exact_mean);
         rstd = float(exact_rstd);
@@ -902,15 +912,15 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     // For outputs of 8 to 32 MiB streaming takes 0.7 to 0.95 of the time of ordinary stores. For larger ones malloc
     // gets new pages. The operating system has just zeroed these, in the cache, and streaming takes 1.25 of the time.
     const bool aligned = n % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0;
-    const bool stream = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
+    const bool bypass = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
     at::parallel_for(0, x.numel() / n, 32768 / n + 1,
-        [&](int64_t begin, int64_t end) { normalize(from + begin * n, to + begin * n, end - begin, n, eps, stream); });
+        [&](int64_t begin, int64_t end) { normalize(from + begin * n, to + begin * n, end - begin, n, eps, bypass); });
     return y;
 }
 
 #ifdef WITH_CUDA
-extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
-    void* (*allocate)(void* tensor, int64_t bytes), void* tensor, cudaStream_t stream);
+extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* out, int64_t slices, int64_t n,
+    double eps, void* (*allocate)(void* owner, int64_t bytes), void* owner, cudaStream_t stream);
 
 // Returns t, or a copy if t is not contiguous or, as a view may be, not aligned to 16 bytes.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
@@ -932,8 +942,8 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2;
     const void* const grad_data = grad.defined() ? gradient.data_ptr() : nullptr;
     at::Tensor workspace = at::empty({0}, x.options().dtype(at::kByte));
-    const auto allocate = [](void* tensor, int64_t bytes) {
-        at::Tensor& workspace = *static_cast<at::Tensor*>(tensor);
+    const auto allocate = [](void* owner, int64_t bytes) {
+        at::Tensor& workspace = *static_cast<at::Tensor*>(owner);
         workspace = at::empty({bytes}, workspace.options());
         return workspace.data_ptr();
     };
@@ -945,7 +955,7 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
 #endif
 
 // For the Meta key: a tensor of the output's shape, dtype and strides, without values.
-at::Tensor like(const at::Tensor& x) { return at::empty_like(x, x.options(), at::MemoryFormat::Contiguous); }
+at::Tensor empty_output(const at::Tensor& x) { return at::empty_like(x, x.options(), at::MemoryFormat::Contiguous); }
 
 }  // namespace
 
@@ -953,8 +963,9 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, float eps) -> Tensor");
     m.def("backward(Tensor grad, Tensor x, float eps) -> Tensor");
     m.impl("forward", c10::DispatchKey::CPU, instance_norm_cpu);
-    m.impl("forward", c10::DispatchKey::Meta, [](const at::Tensor& x, double) { return like(x); });
-    m.impl("backward", c10::DispatchKey::Meta, [](const at::Tensor&, const at::Tensor& x, double) { return like(x); });
+    m.impl("forward", c10::DispatchKey::Meta, [](const at::Tensor& x, double) { return empty_output(x); });
+    m.impl("backward", c10::DispatchKey::Meta,
+        [](const at::Tensor&, const at::Tensor& x, double) { return empty_output(x); });
 #ifdef WITH_CUDA
     m.impl("forward", c10::DispatchKey::CUDA, [](const at::Tensor& x, double eps) { return run_on_gpu({}, x, eps); });
     m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);

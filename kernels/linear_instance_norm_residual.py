@@ -20,8 +20,8 @@ In the backward `row_gradients` reads h, y and the output's gradient, again each
 writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
 was and they are large, else by cuBLAS.
 
-On a CPU, threads finish the rows of PyTorch's product; 16-bit inputs are computed in float32 where that is faster. Read
-"The rows" first, far down, and "The product" when you want to know how x W^T is computed.
+On a CPU, threads finish the rows of PyTorch's product. 16-bit inputs are computed in float32 where that is faster, even
+if they need gradients (`_is_upcast`). Read "The rows" first; "The product" says how x W^T is computed.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
 reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.18 ms,
@@ -45,6 +45,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
+// Read "The rows" first. They follow "The gradients dX = G W and dW = G^T x", far below.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -65,9 +66,9 @@ CUDA_SOURCE = r"""
 // Pieces. Each value of C is a sum of K terms x w, where x is from a row of A and w from a row of B. (In the forward A
 // is the layer's input and B its weight.) Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products
 // up in about float32 (see Restarts). So a float32 number x, of 24 bits, is split into two fp16 numbers, its pieces: hi
-// is x rounded to fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then x
-// - hi is at most 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo' split
-// likewise:
+// is x rounded to fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then
+// |x - hi| is at most 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo'
+// split likewise:
 //
 //     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
@@ -93,12 +94,12 @@ CUDA_SOURCE = r"""
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. A row's largest value is scaled to about 2^15, and a value 2^17 times smaller loses bits as fp16. Beside
-// larger terms of a sum that does no harm. A sum that is small itself may be off: a warp computes it again in float32.
-// The limit: fp16 has 11 significant bits from 2^-14 on, and below multiples of 2^-24, so a rounding errs by up to
-// 2^-25.
-//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than 2^-23 of the
-//     value, the error that splitting has anyway.
+// Doubt. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few bits.
+// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: a warp computes it again
+// in float32. From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16 numbers are multiples of 2^-24, so rounding
+// errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.
+//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
+//     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, that is c * 2^-10 or more, and
@@ -107,10 +108,10 @@ CUDA_SOURCE = r"""
 //     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
 //     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
-//     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, and so infinite doubt:
-//     all its sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0
-//     or not finite, are never computed again. (With two pieces an infinity makes NaN, as its lo is inf - inf. After
-//     the norm it would be NaN anyway.)
+//     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
+//     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
+//     are then 0 or not finite, and are never computed again, even if the other row's doubt is +infinity: the two add
+//     up to NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -139,23 +140,23 @@ CUDA_SOURCE = r"""
 //     chunk in row 7    7 6 5 4 3 2 1 0                 chunk 3 of row 5: place 3 ^ 5 = 6, byte 5 * 128 + 6 * 16 = 736
 //
 // MN-major: numbers beside each other in memory belong to the same k. The gradients are C = A B, where B is (K, columns
-// of C): a line holds 32 columns of one of its rows. A stage holds 32 rows of B, and of each the four lines that have
-// the tile's 128 columns: first line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on
-// its way to registers.
+// of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
+// each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
+// transposes B on its way to registers.
 
-constexpr int kLine = 64;  // fp16 numbers in a line: 128 bytes
-constexpr int kLineBytes = kLine * 2;
+constexpr int kLineK = 32;  // values in a line, each as two pieces: what a stage has of K
+constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
-constexpr int kStages = 3;  // two blocks take 144 KiB of compute capability 8.0's 164 (4 take 2% more time, H200)
+constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
 constexpr int kBand = 16;  // rows of tiles in a band (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
 constexpr int kScaleLines = 4;  // in the gradients these lines of a row of A, 128 of K, have a scale of their own
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
 // as many accumulators in registers: 128 of the 255 that it may have.
-constexpr int kThreads = 128;
-constexpr int kRowTiles = 2;  // in a warp's 32 rows: an mma has 16
-constexpr int kColumnTiles = 8;  // in a warp's 64 columns: an mma has 8
+constexpr int kMultiplyThreads = 128;
+constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
+constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 struct Sum {
@@ -179,8 +180,8 @@ template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, 
 }
 static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // fp16 numbers from one row of pieces to the next: a row of k values in whole lines.
-static __host__ __device__ constexpr int64_t pitch_of(int64_t k, int pieces) {
-    return divide_up(k * pieces, kLine) * kLine;
+static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
+    return divide_up(k * pieces, kLineHalves) * kLineHalves;
 }
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
@@ -189,13 +190,13 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// Splits two neighbouring scaled values, k and k + 1 of their row, k even, and stores their pieces in the row's lines.
-template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t k, float first, float second) {
-    constexpr int kValues = kLine / PIECES;
-    const __half2 hi = __floats2half2_rn(first, second);
-    auto* const to = reinterpret_cast<__half2*>(row + k / kValues * kLine + k % kValues);
+// Splits two neighbouring scaled values of a row, `index` (even) and index + 1, and stores their pieces in its lines.
+template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t index, float a, float b) {
+    constexpr int kValues = kLineHalves / PIECES;
+    const __half2 hi = __floats2half2_rn(a, b);
+    auto* const to = reinterpret_cast<__half2*>(row + index / kValues * kLineHalves + index % kValues);
     to[0] = hi;
-    if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
+    if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
 }
 // Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r, then scales and
 // splits the row, and stores its pieces, unscale[r] and doubt[r]. Between the two steps each of its at most 256 threads
@@ -206,28 +207,28 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
     __shared__ unsigned largest_bits;
-    __shared__ int coarse;  // how many values are coarse
-    const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
+    __shared__ int coarse_count;  // of the row
+    const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
     const float* const values = row < m ? x + row * k : w + (row - m) * k;
-    __half* const row_pieces = pieces + row * pitch;
-    const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);  // filled: k in whole lines
-    const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
+    __half* const row_pieces = pieces + row * stride;
+    const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
+    const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
         return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
     };
     float2 held[kPairs];
 #pragma unroll
-    for (int p = 0; p < kPairs; ++p) held[p] = pair_at(first + p * step);
-    const auto each = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs of the row, and zeros beyond
+    for (int p = 0; p < kPairs; ++p) held[p] = load_pair(first_value + p * step);
+    const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
 #pragma unroll
-        for (int p = 0; p < kPairs; ++p) use(first + p * step, held[p]);
-        for (int i = first + kPairs * step; i < filled; i += step) use(i, pair_at(i));
+        for (int p = 0; p < kPairs; ++p) use(first_value + p * step, held[p]);
+        for (int i = first_value + kPairs * step; i < padded_k; i += step) use(i, load_pair(i));
     };
-    if (threadIdx.x == 0) largest_bits = coarse = 0;
+    if (threadIdx.x == 0) largest_bits = coarse_count = 0;
     __syncthreads();
     float largest = 0;
-    each([&](int, const float2& pair) {
+    for_each_pair([&](int, const float2& pair) {
         largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
     });
     largest = reduce(largest, 32, Max());
@@ -235,19 +236,19 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
     const float scale = power_of_two(exponent);
-    int thread_coarse = 0;
-    each([&](int i, const float2& pair) {
-        if (i >= filled) return;  // zeros beyond the row's last line; those within it are stored
+    int thread_coarse_count = 0;
+    for_each_pair([&](int i, const float2& pair) {
+        if (i >= padded_k) return;  // zeros beyond the row's last line; those within it are stored
         const float a = pair.x * scale, b = pair.y * scale;
-        thread_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        thread_coarse_count += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
         store_pieces<PIECES>(row_pieces, i, a, b);
     });
-    if (thread_coarse > 0) atomicAdd(&coarse, thread_coarse);
+    if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
     __syncthreads();
     if (threadIdx.x > 0) return;
     unscale[row] = power_of_two(-exponent);
     // An exponent below -60: `unscale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
-    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse * 0x1p14f;
+    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
 }
 
 // Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
@@ -283,46 +284,47 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rows of pieces in device memory, `pitch` fp16 numbers from one to the next.
+// Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
 struct Operand {
     const __half* values;
     int rows;
-    int64_t pitch;
+    int64_t stride;
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
-// to the stage; behind the last line of K nothing is copied. So from_a and from_b may point past the end.
+// to the stage. Past the last line of K, start copies nothing. So from_a and from_b may end up past the end, unread.
 template <bool MN_MAJOR> struct Copies {
-    static constexpr int kStep = kThreads / 8;
+    static constexpr int kStep = kMultiplyThreads / 8;
     const Operand &a, &b;
-    int tile_row, tile_column, n, lines, first;  // first: the first of this thread's rows of a stage
+    int first_row, first_column, n, lines, stage_row;  // stage_row: the first of this thread's rows of a stage
     uint32_t to;
     const __half *from_a, *from_b;
     __device__ __forceinline__ Copies(
-        const Operand& a, const Operand& b, int tile_row, int tile_column, int n, int lines, uint32_t stages)
-        : a(a), b(b), tile_row(tile_row), tile_column(tile_column), n(n), lines(lines), first(threadIdx.x / 8) {
+        const Operand& a, const Operand& b, int first_row, int first_column, int n, int lines, uint32_t stages)
+        : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
-        to = stages + first * kLineBytes + (chunk ^ first % 8) * 16;
-        from_a = a.values + (tile_row + first) * a.pitch + chunk * 8;
-        from_b =
-            b.values + (MN_MAJOR ? first * b.pitch + tile_column * 2 : (tile_column + first) * b.pitch) + chunk * 8;
+        to = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
+        from_a = a.values + (first_row + stage_row) * a.stride + chunk * 8;
+        from_b = b.values +
+            (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
     }
     __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
-        const uint32_t stage = to + line % kStages * kStageBytes;
+        const uint32_t stage_to = to + line % kStages * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kTileRows && line < lines; i += kStep) {
-            copy_async(stage + i * kLineBytes, from_a + i * a.pitch, tile_row + first + i < a.rows);
+            copy_async(stage_to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
-            // MN-major: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
-            const __half* const source = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
-            const bool mn_exists = line * 32 + first + i % 32 < b.rows && (tile_column + i / 32 * 32) * 2 < b.pitch;
-            const bool exists = MN_MAJOR ? mn_exists : tile_column + first + i < n;
-            copy_async(stage + (kTileRows + i) * kLineBytes, source, exists);
+            const int line_i = i / kLineK, row_i = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
+            const __half* const source = from_b + (MN_MAJOR ? row_i * b.stride + line_i * kLineHalves : i * b.stride);
+            const bool mn_row_exists = line * kLineK + stage_row + row_i < b.rows;
+            const bool mn_exists = mn_row_exists && (first_column + line_i * kLineK) * 2 < b.stride;
+            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
+            copy_async(stage_to + (kTileRows + i) * kLineBytes, source, exists);
         }
-        from_a += kLine;
-        from_b += MN_MAJOR ? 32 * b.pitch : kLine;
+        from_a += kLineHalves;
+        from_b += MN_MAJOR ? kLineK * b.stride : kLineHalves;
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
@@ -334,38 +336,38 @@ template <bool MN_MAJOR> struct Copies {
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
 // Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
-// B (a column of C). MN-major, a row of the stage holds one k of 32 columns: a quarter's K are 16 rows, and to[i] is
-// half i % 2 of the hi, or the lo, in the warp's line i / 2. A lane starts at chunk c, which is 0 or 1, and wants chunk
-// c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This
-// needs stages that begin at multiples of 128 bytes.
+// B (a column of C). MN-major, a row of the stage holds 32 columns of one k, so a quarter is 16 rows. The warp's 64
+// columns are two lines; to[i] is 16 columns: half i % 2 of line i / 2, from its hi or its lo. A lane starts
+// at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as (c
+// ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        const int flip = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
-        const int rows_on = MN_MAJOR ? i / 2 * 32 + quarter % 2 * 16 : i * 16;
-        load_matrices<MN_MAJOR>(to[i], (from ^ flip) + rows_on * kLineBytes);
+        const int xor_bytes = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
+        const int row_offset = MN_MAJOR ? i / 2 * kLineK + quarter % 2 * 16 : i * 16;
+        load_matrices<MN_MAJOR>(to[i], (from ^ xor_bytes) + row_offset * kLineBytes);
     }
 }
-__device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTiles][4],
-    const uint32_t (&a)[kRowTiles][4], const uint32_t (&b)[kColumnTiles / 2][4]) {
+__device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross][4], const uint32_t (&a)[kMmasDown][4],
+    const uint32_t (&b)[kMmasAcross / 2][4]) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kMmasDown; ++i) {
 #pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        for (int j = 0; j < kMmasAcross; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
 // A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
-// from `line` on, are multiplied by unscale[line / kScaleLines * unscale_pitch + A's row] and added to the sums. (With
-// unscale_pitch 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
-// gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, v) once, with
-// its 4 x 16 sums: v[i][j] is C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have
-// 64 columns of the same four rows.
-template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
+// from `line` on, are multiplied by unscale[line / kScaleLines * unscale_stride + A's row] and added to the sums. (With
+// unscale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
+// gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, values) once,
+// with its 4 x 16 sums: values[i][j] is C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring
+// lanes together hold 64 consecutive columns of the same four rows.
+template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
-        int unscale_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
+        int unscale_stride, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
@@ -374,22 +376,23 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
     // Blocks compute the tiles of a band, kBand rows of tiles, column by column. So L2 still holds the band's rows of
     // A, and the column's of B, when the next tile needs them.
-    const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
-    const int first_band_row = blockIdx.x / (kBand * across) * kBand, in_band = blockIdx.x % (kBand * across);
-    const int height = min(kBand, down - first_band_row);
-    const int tile_row = (first_band_row + in_band % height) * kTileRows, tile_column = in_band / height * kTileColumns;
-    Copies<MN_MAJOR> copies(a, b, tile_row, tile_column, n, lines, base);
+    const int tiles_across = int(divide_up(n, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
+    const int band_start = blockIdx.x / (kBand * tiles_across) * kBand, in_band = blockIdx.x % (kBand * tiles_across);
+    const int band_height = min(kBand, tiles_down - band_start), first_column = in_band / band_height * kTileColumns;
+    const int first_row = (band_start + in_band % band_height) * kTileRows;
+    Copies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
-    uint32_t slot_a[3][kRowTiles][4], slot_b[3][kColumnTiles / 2][4];
+    uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    const uint32_t lane_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
-    const uint32_t lane_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
-    const auto load_a = [&](int slot, uint32_t stage, int quarter) {
-        load_quarter<false>(slot_a[slot], lane_a + stage, quarter);
+    // MN-major, adding warp_column to rows of the stage is right, too: 64 columns are two lines, of 32 rows each.
+    const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
+    const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
+        load_quarter<false>(slot_a[slot], address_a + stage_offset, quarter);
     };
-    const auto load_b = [&](int slot, uint32_t stage, int quarter) {
-        load_quarter<MN_MAJOR>(slot_b[slot], lane_b + stage, quarter);
+    const auto load_b = [&](int slot, uint32_t stage_offset, int quarter) {
+        load_quarter<MN_MAJOR>(slot_b[slot], address_b + stage_offset, quarter);
     };
     for (int line = 0; line < kStages; ++line) copies.start(line);
     wait_copies<kStages - 1>();
@@ -399,76 +402,80 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     float sum[4][16] = {};
     int line = 0;
     do {
-        float acc[kRowTiles][kColumnTiles][4] = {}, scale[4];  // scale: `unscale` of four rows of A
+        float acc[kMmasDown][kMmasAcross][4] = {}, unscales[4];  // `unscale` of four rows of A
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = min(tile_row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            scale[i] = unscale[int64_t(line / kScaleLines) * unscale_pitch + row];
+            const int row = min(first_row + warp_row + i * 8 + lane / 4, a.rows - 1);
+            unscales[i] = unscale[int64_t(line / kScaleLines) * unscale_stride + row];
         }
         const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
-        // A tensor core drops what lies below the last bit of the largest number that it adds, mostly the accumulator.
-        // So the small products come first: in the first line after a restart the accumulator is still small. Loads
-        // come before the multiply_add they overlap.
+        // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
+        // small products come first, which helps in the first line after a restart, while the accumulator is small.
+        // Loads come before the multiply_add that they overlap.
         for (; line < end; ++line) {
-            const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            load_a(0, stage, 0);
-            load_b(2, stage, 2);
+            const uint32_t stage_offset = line % kStages * kStageBytes;
+            const uint32_t next_offset = (line + 1) % kStages * kStageBytes;
+            load_a(0, stage_offset, 0);
+            load_b(2, stage_offset, 2);
             multiply_add(acc, slot_a[2], slot_b[0]);
-            load_a(2, stage, 3);
-            load_b(1, stage, 1);
+            load_a(2, stage_offset, 3);
+            load_b(1, stage_offset, 1);
             multiply_add(acc, slot_a[0], slot_b[2]);
-            load_a(1, stage, 1);
-            load_b(2, stage, 3);
+            load_a(1, stage_offset, 1);
+            load_b(2, stage_offset, 3);
             multiply_add(acc, slot_a[2], slot_b[1]);
             multiply_add(acc, slot_a[1], slot_b[2]);
             // After the wait this thread's copies of line + 1 have arrived. After the barrier all threads' copies of
             // line + 1 have arrived. All warps have read this line, too, as the last two multiply_adds read registers
-            // alone. So copies.start may overwrite its stage. (The last round's loads from `next` get old numbers,
-            // which are not used.)
+            // alone. So copies.start may overwrite its stage. (The last round's loads from next_offset get old numbers
+            // or, with fewer than three lines, uninitialised ones. They are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
             copies.start(line + kStages);
             multiply_add(acc, slot_a[0], slot_b[0]);
-            load_a(2, next, 2);
-            load_b(0, next, 0);
+            load_a(2, next_offset, 2);
+            load_b(0, next_offset, 0);
             multiply_add(acc, slot_a[1], slot_b[1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
+            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], unscales[i], sum[i][j]);
         }
     } while (line < lines);
-    epilogue(tile_row + warp_row + lane / 4, tile_column + warp_column + lane % 4 * 2, sum);
+    epilogue(first_row + warp_row + lane / 4, first_column + warp_column + lane % 4 * 2, sum);
 #endif
 }
 // Stores a thread's sums to C (m, n), leaving out what lies outside C.
-__device__ __forceinline__ void store_values(float* to, int row, int column, int m, int n, const float (&v)[4][16]) {
+__device__ __forceinline__ void store_values(
+    float* c, int row, int column, int m, int n, const float (&values)[4][16]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float* const to_row = to + (row + 8 * i) * int64_t(n);
+        float* const c_row = c + (row + 8 * i) * int64_t(n);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
-            const int at = column_of(column, j);
-            const bool first = row + 8 * i < m && at < n, second = row + 8 * i < m && at + 1 < n;
-            if (first && n % 2 == 0) *reinterpret_cast<float2*>(to_row + at) = make_float2(v[i][j], v[i][j + 1]);
-            if (first && n % 2 == 1) to_row[at] = v[i][j];
-            if (second && n % 2 == 1) to_row[at + 1] = v[i][j + 1];
+            const int own_column = column_of(column, j);
+            const float first = values[i][j], second = values[i][j + 1];
+            const bool stores_first = row + 8 * i < m && own_column < n;
+            const bool stores_second = row + 8 * i < m && own_column + 1 < n;
+            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + own_column) = make_float2(first, second);
+            if (stores_first && n % 2 == 1) c_row[own_column] = first;
+            if (stores_second && n % 2 == 1) c_row[own_column + 1] = second;
         }
     }
 }
 // Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and computes doubtful sums again. All lanes of a
 // warp must call to_h, as they do that together.
-struct Linear {
-    const float *x, *weight, *bias;  // the linear layer's
+struct LinearLayer {
+    const float *x, *weight, *linear_bias;
     int m, n, k;
     float *unscale, *doubt;  // of x's m rows, then of W's n rows; launch_split needs doubt == unscale + m + n
-    // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
-    // that of W's.
-    __device__ __forceinline__ void to_h(int row, int column, float (&v)[4][16]) const {
-        uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is doubtful
+    // values[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet
+    // by that of W's.
+    __device__ __forceinline__ void to_h(int row, int column, float (&values)[4][16]) const {
+        uint64_t doubtful = 0;  // bit 16 i + j: the sum values[i][j] is doubtful
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -478,39 +485,39 @@ struct Linear {
         }
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            const int at = min(column_of(column, j), n - 1);
-            const float unscale_w = unscale[m + at], bias_w = bias[at];
-            const float doubt_w = column_of(column, j) < n ? doubt[m + at] : -INFINITY;
+            const int own_column = min(column_of(column, j), n - 1);
+            const float unscale_w = unscale[m + own_column], bias_w = linear_bias[own_column];
+            const float doubt_w = column_of(column, j) < n ? doubt[m + own_column] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
-                if (fabsf(v[i][j]) < least || least == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
-                v[i][j] = fmaf(v[i][j], unscale_w, bias_w);
+                const float threshold = (doubt_x[i] + doubt_w) * unscale_x[i];
+                if (fabsf(values[i][j]) < threshold || threshold == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
+                values[i][j] = fmaf(values[i][j], unscale_w, bias_w);
             }
         }
         // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute one, its owner
-        // keeps it. (The loop over constant indices keeps v in registers.)
-        while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
-            const int owner = __ffs(lanes) - 1;
+        // keeps it. (The loop over constant indices keeps `values` in registers.)
+        while (const unsigned doubtful_lanes = __ballot_sync(~0u, doubtful != 0)) {
+            const int owner = __ffs(doubtful_lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
             const int64_t row_x = __shfl_sync(~0u, row, owner) + which / 16 * 8;
             const int64_t row_w = __shfl_sync(~0u, column_of(column, which % 16), owner);
             float sum = 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
-            sum = reduce(sum, 32, Sum()) + bias[row_w];
+            sum = reduce(sum, 32, Sum()) + linear_bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
             for (int i = 0; i < 64; ++i) {
-                float& value = v[i / 16][i % 16];
+                float& value = values[i / 16][i % 16];
                 value = i == which ? sum : value;
             }
         }
     }
 };
 
-// ---- Launching the product. Every launch_... that the C++ code calls returns a cudaError_t. ----
+// ---- Launching the product. A launch_... that the C++ code calls returns a cudaError_t's value. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -518,38 +525,39 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     return cudaGetLastError();
 }
 template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Operand& a, const Operand& b,
-    const float* unscale, int64_t unscale_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    const float* unscale, int unscale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
     // See Restarts. The interval divides kScaleLines, as the scale may change after these.
-    const int lines = int(pitch_of(k, 2) / kLine), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, unscale, int(unscale_pitch), int(n), lines, interval, epilogue);
+    const int lines = int(stride_of(k, 2) / kLineHalves), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, interval, epilogue);
 }
-// Splits x (m, k) and W, `rows` rows in all. `scales` gets each row's `unscale`, then each row's `doubt`.
+// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets each row's `unscale`, then each row's `doubt`.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
-    __half* pieces, float* scales, cudaStream_t stream) {
+    __half* pieces, float* unscale_doubt, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that hold a row in registers, or 256
     while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
-    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
+    split_rows<PIECES>
+        <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, unscale_doubt, unscale_doubt + rows);
 }
 // Splits x and W, multiplies them, and hands the sums to the epilogue, which calls linear.to_h.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
-    const Linear& linear = epilogue.linear;
-    const int64_t pitch = pitch_of(linear.k, 2);
+    const LinearLayer& linear = epilogue.linear;
+    const int64_t stride = stride_of(linear.k, 2);
     launch_split<2>(linear.x, linear.weight, linear.m, linear.m + linear.n, linear.k, pieces, linear.unscale, stream);
-    const Operand a = {pieces, linear.m, pitch}, b = {pieces + linear.m * pitch, linear.n, pitch};
+    const Operand a = {pieces, linear.m, stride}, b = {pieces + linear.m * stride, linear.n, stride};
     launch_multiply<false>(a, b, linear.unscale, 0, linear.n, linear.k, epilogue, stream);
     return cudaGetLastError();
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
-// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. A sum has one term of each row of
-// B, so those rows' scales cannot be taken out of it. Instead G is multiplied by their `unscale` before it is split:
-// for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values is
-// scaled up like any other, and its `unscale` makes G's column (or row) small instead.
+// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
+// every sum, so the terms have different scales, and no factor can undo them after the sum. Instead G is multiplied by
+// those rows' `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A
+// row of B with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
 // most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
@@ -561,69 +569,70 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 //     B, split         W (n, k)                      x (m, k)
 //     unscale_a        [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows, and columns, of G that a block splits
-static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
-constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: odd, so a column has no bank conflicts
-constexpr int kSplitThreads = 256;
+static_assert(kSide == kScaleLines * kLineK, "a block knows all values that have one scale");
+constexpr int kSharedStride = kSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
+constexpr int kSplitGradientThreads = 256;
 // A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time take a row of A,
 // 128 values of it, and each lane two neighbours of every 32. They multiply the values by the `unscale_b` of B's rows,
 // find the largest, and store the pieces to four lines of `pieces`, and the `unscale` of the 128 to `unscale_a`.
-__global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __restrict__ g, int m, int n,
-    bool of_weight, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
-    extern __shared__ float values[];
+__global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const float* __restrict__ g, int m, int n,
+    bool wgrad, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
+    extern __shared__ float square[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
+    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitGradientThreads) {
         const int row = first_row + i / kSide, column = first_column + i % kSide;
-        values[i / kSide * kPitch + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
+        square[i / kSide * kSharedStride + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
     }
     __syncthreads();
     // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
-    const int next_row = of_weight ? 1 : kPitch, next_k = of_weight ? kPitch : 1;
-    const int rows = of_weight ? n : m, terms = of_weight ? m : n, lane = threadIdx.x % 16;
-    const int first = of_weight ? first_column : first_row, first_k = of_weight ? first_row : first_column;
-    const int64_t pitch = pitch_of(terms, 2);
-    for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
-        const int row = first + i;
-        float v[kSide / 16], largest = 0;
+    const int row_stride = wgrad ? 1 : kSharedStride, k_stride = wgrad ? kSharedStride : 1;
+    const int rows = wgrad ? n : m, terms = wgrad ? m : n, half_lane = threadIdx.x % 16;
+    const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
+    const int64_t stride = stride_of(terms, 2);
+    for (int i = threadIdx.x / 16; i < kSide; i += kSplitGradientThreads / 16) {
+        const int row = first_a_row + i;
+        float values[kSide / 16], largest = 0;
 #pragma unroll
         for (int j = 0; j < kSide / 16; ++j) {
-            const int at = j / 2 * 32 + lane * 2 + j % 2;
-            const float factor = first_k + at < terms ? unscale_b[first_k + at] : 0;
-            v[j] = values[i * next_row + at * next_k] * factor;
-            largest = fmaxf(largest, finite_magnitude(v[j]));
+            const int own_k = j / 2 * 32 + half_lane * 2 + j % 2;
+            const float factor = first_k + own_k < terms ? unscale_b[first_k + own_k] : 0;
+            values[j] = square[i * row_stride + own_k * k_stride] * factor;
+            largest = fmaxf(largest, finite_magnitude(values[j]));
         }
         const int exponent = scale_exponent(reduce(largest, 16, Max()));
         const float scale = power_of_two(exponent);
         if (row >= rows) continue;
 #pragma unroll
         for (int j = 0; j < kSide / 16; j += 2) {
-            const int at = first_k + j / 2 * 32 + lane * 2;
-            if (2 * at < pitch) store_pieces<2>(pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
+            const int k = first_k + j / 2 * 32 + half_lane * 2;
+            if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
         }
-        if (lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (half_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue of the gradients: stores C as it is
     float* out;
     int m, n;
-    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
-        store_values(out, row, column, m, n, v);
+    __device__ __forceinline__ void operator()(int row, int column, float (&values)[4][16]) const {
+        store_values(out, row, column, m, n, values);
     }
 };
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). `out` gets it. pieces_a,
-// unscale_a, pieces_b and scales_b are scratch memory.
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
-    __half *const of_a = static_cast<__half*>(pieces_a), *const of_b = static_cast<__half*>(pieces_b);
-    launch_split<2>(other, nullptr, terms, terms, k, of_b, scales_b, stream);
-    constexpr int kBytes = kSide * kPitch * int(sizeof(float));
+// Writes dX = G W, `other` being W (n, k), or, if wgrad, dW = G^T x, `other` being x (m, k), to `out`.
+// pieces_a, unscale_a, pieces_b and unscale_doubt_b are scratch memory.
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
+    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
+    __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
+    launch_split<2>(other, nullptr, terms, terms, k, halves_b, unscale_doubt_b, stream);
+    constexpr int kBytes = kSide * kSharedStride * int(sizeof(float));
     cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, int(m), int(n), of_weight, scales_b, of_a, unscale_a);
-    const Operand a = {of_a, int(rows), pitch_of(terms, 2)}, b = {of_b, int(terms), pitch_of(k, 2)};
+    split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
+        g, int(m), int(n), wgrad, unscale_doubt_b, halves_a, unscale_a);
+    const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    launch_multiply<true>(a, b, unscale_a, rows, k, terms, epilogue, stream);
+    launch_multiply<true>(a, b, unscale_a, int(rows), int(k), terms, epilogue, stream);
     return cudaGetLastError();
 }
 
@@ -641,26 +650,27 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 //
 // A row's group is the smallest of 8, 16, ..., 256 threads that holds it, or else 256.
 constexpr int kRowThreads = 256;
-constexpr int kRowValues = 32;  // of each tensor in a thread's registers (with 0, 1.005 to 1.19 times as long, H200)
+// Values of each tensor that a thread keeps in registers. (With none kept, it takes 1.005 to 1.19 times as long, H200.)
+constexpr int kThreadValues = 32;
 
 // Adds up each of COUNT values over the threads of a group, and gives each thread the COUNT totals. All threads of the
 // block must call it. Shuffles add within a warp. Then lane 0 of each warp puts its COUNT sums in shared memory, and
 // every warp of the group adds up these.
-template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT], int group) {
-    __shared__ float of_warp[COUNT][kRowThreads / 32];
+template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT], int group_threads) {
+    __shared__ float warp_sums[COUNT][kRowThreads / 32];
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) v[c] = reduce(v[c], min(group, 32), Sum());
-    if (group <= 32) return;
-    __syncthreads();  // all warps have read what an earlier call left in of_warp
-    const int warps = group / 32;
+    for (int c = 0; c < COUNT; ++c) v[c] = reduce(v[c], min(group_threads, 32), Sum());
+    if (group_threads <= 32) return;
+    __syncthreads();  // all warps have read what an earlier call left in warp_sums
+    const int warps = group_threads / 32;
 #pragma unroll
     for (int c = 0; c < COUNT; ++c) {
-        if (threadIdx.x % 32 == 0) of_warp[c][threadIdx.x / 32] = v[c];
+        if (threadIdx.x % 32 == 0) warp_sums[c][threadIdx.x / 32] = v[c];
     }
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < COUNT; ++c) {
-        v[c] = reduce(of_warp[c][threadIdx.x / group * warps + threadIdx.x % warps], warps, Sum());
+        v[c] = reduce(warp_sums[c][threadIdx.x / group_threads * warps + threadIdx.x % warps], warps, Sum());
     }
 }
 
@@ -670,55 +680,55 @@ template <class Sixteen> __device__ __forceinline__ void optimization_barrier(Si
     uint4& v = reinterpret_cast<uint4&>(bytes);
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
-// A thread's part of one row of several (m, n) tensors. `lane` is the thread's number in its group, 0 to group - 1. The
+// A thread's part of one row of several (m, n) tensors. `rank` is the thread's number in its group, from 0 on. The
 // threads of rows from m on have no packs.
 template <typename T, int TENSORS> struct HeldRows {
-    static constexpr int V = 16 / sizeof(T), kHeld = kRowValues / V;
+    static constexpr int V = 16 / sizeof(T), kHeldPacks = kThreadValues / V;
     using RowPack = Pack<T, V>;
     int64_t row;
-    int n, group, lane, packs_of_row;
+    int n, group_threads, rank, packs_of_row;
     const RowPack* from[TENSORS];
-    RowPack held[TENSORS][kHeld];
+    RowPack held[TENSORS][kHeldPacks];
 
-    __device__ __forceinline__ HeldRows(const T* const (&tensors)[TENSORS], int64_t m, int n, int group)
-        : row(int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group),
+    __device__ __forceinline__ HeldRows(const T* const (&tensors)[TENSORS], int64_t m, int n, int group_threads)
+        : row(int64_t(blockIdx.x) * (kRowThreads / group_threads) + threadIdx.x / group_threads),
           n(n),
-          group(group),
-          lane(threadIdx.x % group),
+          group_threads(group_threads),
+          rank(threadIdx.x % group_threads),
           packs_of_row(row < m ? n / V : 0) {
 #pragma unroll
         for (int t = 0; t < TENSORS; ++t) {
             from[t] = reinterpret_cast<const RowPack*>(tensors[t] + row * n);
 #pragma unroll
-            for (int i = 0; i < kHeld; ++i) {
-                const int at = lane + i * group;
-                if (at < packs_of_row) held[t][i] = from[t][at];
+            for (int i = 0; i < kHeldPacks; ++i) {
+                const int index = rank + i * group_threads;
+                if (index < packs_of_row) held[t][i] = from[t][index];
             }
         }
     }
-    // Calls use(pack, at) for each of this thread's packs of the row: `at` is its number, pack[t] that of tensor t.
-    template <class Use> __device__ __forceinline__ void each(const Use& use) const {
+    // Calls use(pack, index) for each of this thread's packs of the row: pack[t] is that of tensor t, index its number.
+    template <class Use> __device__ __forceinline__ void for_each_pack(const Use& use) const {
         RowPack pack[TENSORS];
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int at = lane + i * group;
+        for (int i = 0; i < kHeldPacks; ++i) {
+            const int index = rank + i * group_threads;
 #pragma unroll
             for (int t = 0; t < TENSORS; ++t) {
                 pack[t] = held[t][i];
                 optimization_barrier(pack[t]);
             }
-            if (at < packs_of_row) use(pack, at);
+            if (index < packs_of_row) use(pack, index);
         }
-        for (int at = lane + kHeld * group; at < packs_of_row; at += group) {
+        for (int index = rank + kHeldPacks * group_threads; index < packs_of_row; index += group_threads) {
 #pragma unroll
-            for (int t = 0; t < TENSORS; ++t) pack[t] = from[t][at];
-            use(pack, at);
+            for (int t = 0; t < TENSORS; ++t) pack[t] = from[t][index];
+            use(pack, index);
         }
     }
     // Calls value(v) for each column, where v[t] is that of tensor t, and stores the results to row `row` of `to`, if
     // that is not null.
     template <class Value> __device__ __forceinline__ void store(T* to, const Value& value) const {
-        each([&](const auto& pack, int at) {
+        for_each_pack([&](const auto& pack, int index) {
             RowPack result;
 #pragma unroll
             for (int j = 0; j < V; ++j) {
@@ -727,28 +737,28 @@ template <typename T, int TENSORS> struct HeldRows {
                 for (int t = 0; t < TENSORS; ++t) v[t] = to_float(pack[t].value[j]);
                 result.value[j] = from_float<T>(value(v));
             }
-            if (to != nullptr) reinterpret_cast<RowPack*>(to + row * n)[at] = result;
+            if (to != nullptr) reinterpret_cast<RowPack*>(to + row * n)[index] = result;
         });
     }
 };
 
-// The row's mean is mean + rest: `mean` is rounded to float32, and `rest`, the mean of the deviations from it, is what
-// the rounding left over.
+// The row's mean is mean + mean_lo: `mean` is rounded to float32, and `mean_lo`, the mean of the deviations from it, is
+// what the rounding left over.
 struct RowStatistics {
-    float mean, rest, rstd;
-    __device__ __forceinline__ float normalise(float h) const { return ((h - mean) - rest) * rstd; }
+    float mean, mean_lo, rstd;
+    __device__ __forceinline__ float normalise(float h) const { return ((h - mean) - mean_lo) * rstd; }
 };
 // The statistics of the first tensor's row. Deviations and their squares are summed within a pack first, then added to
 // the thread's sums: so a sum is rounded fewer times.
 template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(const Rows& rows, float eps) {
     const float share = 1.0f / rows.n;  // multiplies each term of the mean: the plain sum could overflow
     float mean[1] = {};
-    rows.each([&](const auto& pack, int) {
+    rows.for_each_pack([&](const auto& pack, int) {
         for (const auto v : pack[0].value) mean[0] = fmaf(to_float(v), share, mean[0]);
     });
-    sum_group(mean, rows.group);
+    sum_group(mean, rows.group_threads);
     float sums[2] = {};  // of deviations, of their squares
-    rows.each([&](const auto& pack, int) {
+    rows.for_each_pack([&](const auto& pack, int) {
         float deviations = 0, squares = 0;
         for (const auto v : pack[0].value) {
             const float deviation = to_float(v) - mean[0];
@@ -758,31 +768,31 @@ template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(co
         sums[0] += deviations;
         sums[1] += squares;
     });
-    sum_group(sums, rows.group);
+    sum_group(sums, rows.group_threads);
     const float squares = sums[1] * share;
-    // If squares is infinite, rstd is to be 0. An infinite rest would make a NaN of the difference, inf - inf.
-    const float rest = isinf(squares) ? 0 : sums[0] * share;
-    // fmaxf turns a NaN into 0. But then rest is NaN, too, and so is the whole row of the output.
-    const float variance = fmaxf(squares - rest * rest, 0);
-    return {mean[0], rest, 1 / sqrtf(variance + eps)};
+    // If squares is infinite, rstd is to be 0. An infinite mean_lo would make a NaN of the difference, inf - inf.
+    const float mean_lo = isinf(squares) ? 0 : sums[0] * share;
+    // fmaxf turns a NaN into 0. But then mean_lo is NaN, too, and so is the whole row of the output.
+    const float variance = fmaxf(squares - mean_lo * mean_lo, 0);
+    return {mean[0], mean_lo, 1 / sqrtf(variance + eps)};
 }
 
 // A group of threads owns a row.
 template <typename T> __global__ void __launch_bounds__(kRowThreads)
-    finish_rows(const T* h, const T* y, T* out, int64_t m, int n, float eps, int group) {
-    const HeldRows<T, 2> rows({h, y}, m, n, group);
+    finish_rows(const T* h, const T* y, T* out, int64_t m, int n, float eps, int group_threads) {
+    const HeldRows<T, 2> rows({h, y}, m, n, group_threads);
     const RowStatistics statistics = row_statistics(rows, eps);
     rows.store(out, [&](const float (&v)[2]) { return (statistics.normalise(v[0]) + v[1]) * v[1]; });
 }
 
 // With z as above and d = grad * y, which is z's gradient:
-//     grad_y = grad * (z + y) + d;    grad_h = rstd * (d - mean(d) - z * mean(d z))
+//     grad_y = grad * (z + y) + d;    G = rstd * (d - mean(d) - z * mean(d z))
 // A group of threads owns a row. Tensor cores truncate, so |h| is a little too small, and the statistics' rstd too
-// large, by the fraction `truncated` (see _truncation_of in Python). grad_h is computed from an rstd without this
-// error. grad_y is null if it is not wanted.
+// large, by the fraction `truncation` (see _truncation_of in Python). G, written to g, is computed from an rstd without
+// this error. grad_y is null if it is not wanted.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
-    const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
-    const HeldRows<T, 3> rows({h, y, grad}, m, n, group);
+    const T* grad, T* g, T* grad_y, int64_t m, int n, float eps, float truncation, int group_threads) {
+    const HeldRows<T, 3> rows({h, y, grad}, m, n, group_threads);
     const RowStatistics statistics = row_statistics(rows, eps);
     float sums[2] = {};  // of d, of d z
     rows.store(grad_y, [&](const float (&v)[3]) {
@@ -791,20 +801,20 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradien
         sums[1] = fmaf(d, z, sums[1]);
         return fmaf(v[2], z + v[1], d);
     });
-    sum_group(sums, group);
+    sum_group(sums, group_threads);
     const float mean_d = sums[0] / n, mean_dz = sums[1] / n;
-    const float rstd = fmaf(statistics.rstd, -truncated, statistics.rstd);
-    rows.store(grad_h, [&](const float (&v)[3]) {
+    const float rstd = fmaf(statistics.rstd, -truncation, statistics.rstd);
+    rows.store(g, [&](const float (&v)[3]) {
         const float z = statistics.normalise(v[0]), d = v[2] * v[1];
         return rstd * (d - mean_d - z * mean_dz);
     });
 }
 
 // The number of threads in the smallest group that holds a row, else 256, which read the rest of it again.
-static int group_of(int64_t n) {
-    int group = 8;
-    while (group < kRowThreads && group * kRowValues < n) group *= 2;
-    return group;
+static int group_threads_for(int64_t n) {
+    int group_threads = 8;
+    while (group_threads < kRowThreads && group_threads * kThreadValues < n) group_threads *= 2;
+    return group_threads;
 }
 // All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
 extern "C" int launch_finish_rows(
@@ -812,35 +822,35 @@ extern "C" int launch_finish_rows(
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        const int group = group_of(n);
-        finish_rows<<<unsigned(divide_up(m * group, kRowThreads)), kRowThreads, 0, stream>>>(
-            as(h), as(y), static_cast<T*>(out), m, int(n), eps, group);
+        const int group_threads = group_threads_for(n);
+        finish_rows<<<unsigned(divide_up(m * group_threads, kRowThreads)), kRowThreads, 0, stream>>>(
+            as(h), as(y), static_cast<T*>(out), m, int(n), eps, group_threads);
     });
 }
-extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* grad_h,
-    void* grad_y, int64_t m, int64_t n, float eps, float truncated, cudaStream_t stream) {
+extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* g, void* grad_y,
+    int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        const int group = group_of(n);
-        row_gradients<<<unsigned(divide_up(m * group, kRowThreads)), kRowThreads, 0, stream>>>(
-            as(h), as(y), as(grad), static_cast<T*>(grad_h), static_cast<T*>(grad_y), m, int(n), eps, truncated, group);
+        const int group_threads = group_threads_for(n);
+        row_gradients<<<unsigned(divide_up(m * group_threads, kRowThreads)), kRowThreads, 0, stream>>>(as(h), as(y),
+            as(grad), static_cast<T*>(g), static_cast<T*>(grad_y), m, int(n), eps, truncation, group_threads);
     });
 }
 
 // ---- The product's epilogue: stores h = x W^T + bias ----
 
 struct StoreLinear {
-    Linear linear;
+    LinearLayer linear;
     float* h;
     __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
         linear.to_h(row, column, v);
         store_values(h, row, column, linear.m, linear.n, v);
     }
 };
-extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* pieces,
-    float* scales, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const Linear linear = {x, weight, bias, int(m), int(n), int(k), scales, scales + m + n};
+extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
+    float* unscale_doubt, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const LinearLayer linear = {x, weight, linear_bias, int(m), int(n), int(k), unscale_doubt, unscale_doubt + m + n};
     return launch_linear(StoreLinear{linear, h}, static_cast<__half*>(pieces), stream);
 }
 """
@@ -861,20 +871,21 @@ CPP_SOURCE = r"""
 namespace {
 // ---- The product in C++: the same text in both linear_*.py. ----
 
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
-at::Tensor gradient_meta(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
-    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(of_weight ? 0 : 1) == other.sym_size(0), "G, W or x");
-    return at::empty_symint({g.sym_size(of_weight ? 1 : 0), other.sym_size(1)}, g.options());
+// dX = G W, `other` being W (n, k); or, if wgrad, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
+at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
+    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(wgrad ? 0 : 1) == other.sym_size(0),
+        "g (m, n), and W (n, k) or x (m, k)");
+    return at::empty_symint({g.sym_size(wgrad ? 1 : 0), other.sym_size(1)}, g.options());
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
+    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-// Memory for the pieces of rows of k values, in whole lines, as pitch_of in the kernels has them.
+// Memory for the pieces of rows of k values, in whole lines, as stride_of in the kernels has them.
 at::Tensor empty_pieces(int64_t rows, int64_t k, int pieces, const at::Tensor& like) {
     return at::empty({rows, (k * pieces + 63) / 64 * 64}, like.options().dtype(at::kHalf));
 }
@@ -886,19 +897,22 @@ int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
 }
 // Checks that the product's kernels can take these sizes. Python decides whether they are worth it (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0, "float32 matrices");
+    TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0,
+        "float32 matrices of 1 to 2^24 - 1 rows and columns");
 }
-at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
+at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
     const c10::cuda::CUDAGuard guard(g.device());
-    const at::Tensor out = gradient_meta(g, other, of_weight), aligned_g = aligned(g), aligned_other = aligned(other);
+    const at::Tensor out = gradient_product_meta(g, other, wgrad);
+    const at::Tensor aligned_g = aligned(g), aligned_other = aligned(other);
     const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
     check_product(g, m, n, k);
     const int64_t rows = out.size(0), terms = other.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
     const at::Tensor unscale_a = at::empty({(terms + 127) / 128, rows}, g.options());
-    const at::Tensor scales_b = at::empty({2, terms}, g.options());
-    check_launch(launch_gradient(of_weight, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
-        floats(unscale_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
+    const at::Tensor unscale_doubt_b = at::empty({2, terms}, g.options());
+    check_launch(
+        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
+            floats(unscale_a), pieces_b.data_ptr(), floats(unscale_doubt_b), m, n, k, current_stream()));
     return out;
 }
 #endif
@@ -921,9 +935,10 @@ at::Tensor finish_meta(const at::Tensor& h, const at::Tensor& y, double) {
 }
 // The gradients of h and y. y's is a tensor without elements if it is not wanted.
 std::tuple<at::Tensor, at::Tensor> finish_backward_meta(
-    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, double, bool of_y) {
+    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, double, bool needs_grad_y) {
     TORCH_CHECK(grad.scalar_type() == h.scalar_type() && grad.sym_sizes() == h.sym_sizes(), "grad (m, n)");
-    return {finish_meta(h, y, eps), of_y ? at::empty_symint(h.sym_sizes(), h.options()) : at::empty({0}, h.options())};
+    return {finish_meta(h, y, eps),
+        needs_grad_y ? at::empty_symint(h.sym_sizes(), h.options()) : at::empty({0}, h.options())};
 }
 
 // The network's output from h on a CPU. Statistics are added up in double.
@@ -944,21 +959,22 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
             const double mean = sum / n;
 #pragma omp simd reduction(+ : squares)
             for (int64_t i = 0; i < n; ++i) squares += (h_row[i] - mean) * (h_row[i] - mean);
-            const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / n + eps));
+            const float mean_hi = float(mean), mean_lo = float(mean - mean_hi),
+                        rstd = float(1 / std::sqrt(squares / n + eps));
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) out_row[i] = (((h_row[i] - hi) - lo) * rstd + y_row[i]) * y_row[i];
+            for (int64_t i = 0; i < n; ++i) out_row[i] = ((h_row[i] - mean_hi - mean_lo) * rstd + y_row[i]) * y_row[i];
         }
     });
     return out.to(h.scalar_type());
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* pieces,
-    float* scales, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
+    float* unscale_doubt, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int launch_finish_rows(
     int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream);
-extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* grad_h,
-    void* grad_y, int64_t m, int64_t n, float eps, float truncated, cudaStream_t stream);
+extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* g, void* grad_y,
+    int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream);
 
 at::Tensor forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     const c10::cuda::CUDAGuard guard(x.device());
@@ -966,9 +982,9 @@ at::Tensor forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at:
     const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight), aligned_bias = aligned(bias);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
-    const at::Tensor pieces = empty_pieces(m + n, k, 2, x), scales = at::empty({2, m + n}, x.options());
+    const at::Tensor pieces = empty_pieces(m + n, k, 2, x), unscale_doubt = at::empty({2, m + n}, x.options());
     check_launch(launch_product(floats(aligned_x), floats(aligned_weight), floats(aligned_bias), floats(h),
-        pieces.data_ptr(), floats(scales), m, n, k, current_stream()));
+        pieces.data_ptr(), floats(unscale_doubt), m, n, k, current_stream()));
     return h;
 }
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
@@ -981,17 +997,17 @@ at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
         float(eps), current_stream()));
     return out;
 }
-std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(
-    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, double truncated, bool of_y) {
+std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
+    const at::Tensor& y, double eps, double truncation, bool needs_grad_y) {
     const c10::cuda::CUDAGuard guard(h.device());
-    auto [grad_h, grad_y] = finish_backward_meta(grad, h, y, eps, truncated, of_y);
+    auto [g, grad_y] = finish_backward_meta(grad, h, y, eps, truncation, needs_grad_y);
     const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h), aligned_y = aligned(y);
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0, "rows of a multiple of 8 features");
     check_launch(launch_row_gradients(kernel_dtype(h), aligned_h.data_ptr(), aligned_y.data_ptr(),
-        aligned_grad.data_ptr(), grad_h.data_ptr(), of_y ? grad_y.data_ptr() : nullptr, m, n, float(eps),
-        float(truncated), current_stream()));
-    return {grad_h, grad_y};
+        aligned_grad.data_ptr(), g.data_ptr(), needs_grad_y ? grad_y.data_ptr() : nullptr, m, n, float(eps),
+        float(truncation), current_stream()));
+    return {g, grad_y};
 }
 #endif
 
@@ -999,28 +1015,28 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor bias) -> Tensor");
-    m.def("gradient(Tensor g, Tensor other, bool of_weight) -> Tensor");
+    m.def("gradient_product(Tensor g, Tensor other, bool wgrad) -> Tensor");
     m.def("finish(Tensor h, Tensor y, float eps) -> Tensor");
-    m.def("finish_backward(Tensor grad, Tensor h, Tensor y, float eps, float truncated, bool of_y)"
+    m.def("finish_backward(Tensor grad, Tensor h, Tensor y, float eps, float truncation, bool needs_grad_y)"
           " -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("finish", finish_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
-    m.impl("gradient", gradient_meta);
+    m.impl("gradient_product", gradient_product_meta);
     m.impl("finish", finish_meta);
     m.impl("finish_backward", finish_backward_meta);
 }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", forward_cuda);
-    m.impl("gradient", gradient_cuda);
+    m.impl("gradient_product", gradient_product_cuda);
     m.impl("finish", finish_cuda);
     m.impl("finish_backward", finish_backward_cuda);
 }
 #endif
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "gradient", "finish", "finish_backward"}) {
+    for (const char* name : {"forward", "gradient_product", "finish", "finish_backward"}) {
         m.impl(name, torch::autograd::autogradNotImplementedFallback());
     }
 }
@@ -1167,11 +1183,8 @@ _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.c
 # The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
 # product: compute capability 8.0, 9.0, 10.0 and 10.3. There one fp16 product by mma.sync is 16 (8.0) or 7 times as fast
 # as SGEMM. It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
-_BY_PIECES = {
-    gpu
-    for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
-    if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]
-}
+_GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
+_BY_PIECES = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]}
 
 
 def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1209,13 +1222,13 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _is_large(x.shape[0], *weight.shape) and _is_layer(linear, x)
 
 
-def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: bool = True) -> torch.Tensor:
-    """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
+def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_pieces: bool = True) -> torch.Tensor:
+    """dX = G W, where `other` is W; or, if wgrad, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
-    large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
+    large = _is_large(n, k, m) if wgrad else _is_large(m, k, n)
     if large and by_pieces and not torch.is_grad_enabled():  # else by what PyTorch can differentiate
-        return _operators.gradient(g, other, of_weight)
-    return g.t().mm(other) if of_weight else g.mm(other)
+        return _operators.gradient_product(g, other, wgrad)
+    return g.t().mm(other) if wgrad else g.mm(other)
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1274,7 +1287,7 @@ def _fits(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _finish(
-    norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncated: float = 0, upcast: bool = False
+    norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncation: float = 0, upcast: bool = False
 ) -> torch.Tensor:
     """What follows the linear layer. `upcast`: h and y are float32 and of 16 bits in the Model.
 
@@ -1285,7 +1298,7 @@ def _finish(
         if not _is_recorded(h, y):
             return _operators.finish(h, y, norm.eps)
         if h.is_cuda and h.numel() > 0:
-            return RowNormResidual.apply(h, y, norm.eps, truncated)
+            return RowNormResidual.apply(h, y, norm.eps, truncation)
     return _finish_plainly(norm, h - h[:, :1].detach() if upcast else h, y)
 
 
@@ -1313,8 +1326,8 @@ class LinearByPieces(torch.autograd.Function):
         # The bias's gradient is summed in float64: h is so accurate that the rounding of a float32 sum would be
         # visible. That takes memory for float64 values, so it comes first. W's gradient, the largest, comes last.
         db = grad.sum(0, dtype=torch.float64).to(grad.dtype) if needs_db else None
-        dx = _gradient(grad, weight, False) if needs_dx else None
-        dw = _gradient(grad, x, True) if needs_dw else None
+        dx = _gradient_product(grad, weight, False) if needs_dx else None
+        dw = _gradient_product(grad, x, True) if needs_dw else None
         return dx, dw, db
 
 
@@ -1322,9 +1335,9 @@ class RowNormResidual(torch.autograd.Function):
     """What follows the linear layer, on a GPU. For second derivatives PyTorch differentiates the Model's lines."""
 
     @staticmethod
-    def forward(ctx, h, y, eps, truncated):
+    def forward(ctx, h, y, eps, truncation):
         ctx.save_for_backward(h, y)
-        ctx.eps, ctx.truncated = eps, truncated
+        ctx.eps, ctx.truncation = eps, truncation
         return _operators.finish(h, y, eps)
 
     @staticmethod
@@ -1338,7 +1351,7 @@ class RowNormResidual(torch.autograd.Function):
             of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             gradients = [next(of_wanted) if need else None for need in needs]
         else:
-            gradients = _operators.finish_backward(grad, h, y, eps, ctx.truncated, needs[1])
+            gradients = _operators.finish_backward(grad, h, y, eps, ctx.truncation, needs[1])
         return *(g if need else None for g, need in zip(gradients, needs)), None, None
 
 

@@ -6,14 +6,14 @@
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
-feature; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32, 64, 128 or, on a GPU, 8 features; and
-there are no hooks, patches, autocast or transforms. Everything else, and whatever needs gradients on a CPU, takes the
-plain path: the Model's own lines.
+feature, and there are at most `_MOST` features; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32,
+64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast or transforms. Everything else, and whatever
+needs gradients on a CPU, takes the plain path: the Model's own lines (on a CPU perhaps in float32: `_is_upcast`).
 
 On a GPU the product x W^T is done in one of three ways:
-  - nn.Linear (cuBLAS) does all 16-bit products, and the float32 ones that are small (`_is_large`) or gain nothing from
-    the other ways (`_pays`). With grad mode off it is launched before Python checks whether the rest fits, so that the
-    GPU starts early.
+  - nn.Linear (cuBLAS) does all 16-bit products, and the float32 ones that are too small or have sides above `_MOST`
+    (`_is_large`), gain nothing from the other ways (`_pays`) or are not followed by what fits (`_fits`). With grad mode
+    off it is launched before Python checks whether the rest fits, so that the GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
     products in place of the float32 one. The result is at least as accurate as cuBLAS's.
   - Where TF32 is allowed, groups have 64 features and it pays (`_pays`), each number is rounded to fp16, which has
@@ -26,9 +26,7 @@ biases, gamma and beta. Then dX = G W and dW = G^T x: as three fp16 products if 
 large, else by cuBLAS.
 
 On a CPU, threads finish the groups of PyTorch's product; float32 groups of 16 only if h is small or large (`_fits`).
-16-bit inputs are computed in float32 where that is faster (`_is_upcast`).
-In the source read "The groups" first, far down, from `activation` to `finish_group`, and "The product" when you want to
-know how x W^T is computed.
+16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" first, "The product" last.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.24 ms, 3.67x
@@ -53,6 +51,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
+// Read "The groups of linear_swish_group_norm" first. They follow "The gradients dX = G W and dW = G^T x", far below.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -73,9 +72,9 @@ CUDA_SOURCE = r"""
 // Pieces. Each value of C is a sum of K terms x w, where x is from a row of A and w from a row of B. (In the forward A
 // is the layer's input and B its weight.) Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products
 // up in about float32 (see Restarts). So a float32 number x, of 24 bits, is split into two fp16 numbers, its pieces: hi
-// is x rounded to fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then x
-// - hi is at most 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo' split
-// likewise:
+// is x rounded to fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then
+// |x - hi| is at most 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo'
+// split likewise:
 //
 //     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
 //     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
@@ -101,12 +100,12 @@ CUDA_SOURCE = r"""
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. A row's largest value is scaled to about 2^15, and a value 2^17 times smaller loses bits as fp16. Beside
-// larger terms of a sum that does no harm. A sum that is small itself may be off: a warp computes it again in float32.
-// The limit: fp16 has 11 significant bits from 2^-14 on, and below multiples of 2^-24, so a rounding errs by up to
-// 2^-25.
-//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then 2^-25 is more than 2^-23 of the
-//     value, the error that splitting has anyway.
+// Doubt. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few bits.
+// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: a warp computes it again
+// in float32. From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16 numbers are multiples of 2^-24, so rounding
+// errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.
+//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
+//     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, that is c * 2^-10 or more, and
@@ -115,10 +114,10 @@ CUDA_SOURCE = r"""
 //     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
 //     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
-//     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, and so infinite doubt:
-//     all its sums are computed again. A row without a finite value other than 0 has a doubt of -infinity: its sums, 0
-//     or not finite, are never computed again. (With two pieces an infinity makes NaN, as its lo is inf - inf. After
-//     the norm it would be NaN anyway.)
+//     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
+//     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
+//     are then 0 or not finite, and are never computed again, even if the other row's doubt is +infinity: the two add
+//     up to NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -147,23 +146,23 @@ CUDA_SOURCE = r"""
 //     chunk in row 7    7 6 5 4 3 2 1 0                 chunk 3 of row 5: place 3 ^ 5 = 6, byte 5 * 128 + 6 * 16 = 736
 //
 // MN-major: numbers beside each other in memory belong to the same k. The gradients are C = A B, where B is (K, columns
-// of C): a line holds 32 columns of one of its rows. A stage holds 32 rows of B, and of each the four lines that have
-// the tile's 128 columns: first line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans transposes B on
-// its way to registers.
+// of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
+// each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
+// transposes B on its way to registers.
 
-constexpr int kLine = 64;  // fp16 numbers in a line: 128 bytes
-constexpr int kLineBytes = kLine * 2;
+constexpr int kLineK = 32;  // values in a line, each as two pieces: what a stage has of K
+constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
-constexpr int kStages = 3;  // two blocks take 144 KiB of compute capability 8.0's 164 (4 take 2% more time, H200)
+constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
 constexpr int kBand = 16;  // rows of tiles in a band (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
 constexpr int kScaleLines = 4;  // in the gradients these lines of a row of A, 128 of K, have a scale of their own
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
 // as many accumulators in registers: 128 of the 255 that it may have.
-constexpr int kThreads = 128;
-constexpr int kRowTiles = 2;  // in a warp's 32 rows: an mma has 16
-constexpr int kColumnTiles = 8;  // in a warp's 64 columns: an mma has 8
+constexpr int kMultiplyThreads = 128;
+constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
+constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 struct Sum {
@@ -187,8 +186,8 @@ template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, 
 }
 static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // fp16 numbers from one row of pieces to the next: a row of k values in whole lines.
-static __host__ __device__ constexpr int64_t pitch_of(int64_t k, int pieces) {
-    return divide_up(k * pieces, kLine) * kLine;
+static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
+    return divide_up(k * pieces, kLineHalves) * kLineHalves;
 }
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
@@ -197,13 +196,13 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// Splits two neighbouring scaled values, k and k + 1 of their row, k even, and stores their pieces in the row's lines.
-template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t k, float first, float second) {
-    constexpr int kValues = kLine / PIECES;
-    const __half2 hi = __floats2half2_rn(first, second);
-    auto* const to = reinterpret_cast<__half2*>(row + k / kValues * kLine + k % kValues);
+// Splits two neighbouring scaled values of a row, `index` (even) and index + 1, and stores their pieces in its lines.
+template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t index, float a, float b) {
+    constexpr int kValues = kLineHalves / PIECES;
+    const __half2 hi = __floats2half2_rn(a, b);
+    auto* const to = reinterpret_cast<__half2*>(row + index / kValues * kLineHalves + index % kValues);
     to[0] = hi;
-    if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(first - __low2float(hi), second - __high2float(hi));
+    if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
 }
 // Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r, then scales and
 // splits the row, and stores its pieces, unscale[r] and doubt[r]. Between the two steps each of its at most 256 threads
@@ -214,28 +213,28 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
     __shared__ unsigned largest_bits;
-    __shared__ int coarse;  // how many values are coarse
-    const int64_t row = blockIdx.x, pitch = pitch_of(k, PIECES);
+    __shared__ int coarse_count;  // of the row
+    const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
     const float* const values = row < m ? x + row * k : w + (row - m) * k;
-    __half* const row_pieces = pieces + row * pitch;
-    const int step = 2 * blockDim.x, first = 2 * threadIdx.x, filled = int(pitch / PIECES);  // filled: k in whole lines
-    const auto pair_at = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
+    __half* const row_pieces = pieces + row * stride;
+    const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
+    const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
         return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
     };
     float2 held[kPairs];
 #pragma unroll
-    for (int p = 0; p < kPairs; ++p) held[p] = pair_at(first + p * step);
-    const auto each = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs of the row, and zeros beyond
+    for (int p = 0; p < kPairs; ++p) held[p] = load_pair(first_value + p * step);
+    const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
 #pragma unroll
-        for (int p = 0; p < kPairs; ++p) use(first + p * step, held[p]);
-        for (int i = first + kPairs * step; i < filled; i += step) use(i, pair_at(i));
+        for (int p = 0; p < kPairs; ++p) use(first_value + p * step, held[p]);
+        for (int i = first_value + kPairs * step; i < padded_k; i += step) use(i, load_pair(i));
     };
-    if (threadIdx.x == 0) largest_bits = coarse = 0;
+    if (threadIdx.x == 0) largest_bits = coarse_count = 0;
     __syncthreads();
     float largest = 0;
-    each([&](int, const float2& pair) {
+    for_each_pair([&](int, const float2& pair) {
         largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
     });
     largest = reduce(largest, 32, Max());
@@ -243,19 +242,19 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
     const float scale = power_of_two(exponent);
-    int thread_coarse = 0;
-    each([&](int i, const float2& pair) {
-        if (i >= filled) return;  // zeros beyond the row's last line; those within it are stored
+    int thread_coarse_count = 0;
+    for_each_pair([&](int i, const float2& pair) {
+        if (i >= padded_k) return;  // zeros beyond the row's last line; those within it are stored
         const float a = pair.x * scale, b = pair.y * scale;
-        thread_coarse += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        thread_coarse_count += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
         store_pieces<PIECES>(row_pieces, i, a, b);
     });
-    if (thread_coarse > 0) atomicAdd(&coarse, thread_coarse);
+    if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
     __syncthreads();
     if (threadIdx.x > 0) return;
     unscale[row] = power_of_two(-exponent);
     // An exponent below -60: `unscale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
-    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse * 0x1p14f;
+    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
 }
 
 // Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
@@ -291,46 +290,47 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rows of pieces in device memory, `pitch` fp16 numbers from one to the next.
+// Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
 struct Operand {
     const __half* values;
     int rows;
-    int64_t pitch;
+    int64_t stride;
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
-// to the stage; behind the last line of K nothing is copied. So from_a and from_b may point past the end.
+// to the stage. Past the last line of K, start copies nothing. So from_a and from_b may end up past the end, unread.
 template <bool MN_MAJOR> struct Copies {
-    static constexpr int kStep = kThreads / 8;
+    static constexpr int kStep = kMultiplyThreads / 8;
     const Operand &a, &b;
-    int tile_row, tile_column, n, lines, first;  // first: the first of this thread's rows of a stage
+    int first_row, first_column, n, lines, stage_row;  // stage_row: the first of this thread's rows of a stage
     uint32_t to;
     const __half *from_a, *from_b;
     __device__ __forceinline__ Copies(
-        const Operand& a, const Operand& b, int tile_row, int tile_column, int n, int lines, uint32_t stages)
-        : a(a), b(b), tile_row(tile_row), tile_column(tile_column), n(n), lines(lines), first(threadIdx.x / 8) {
+        const Operand& a, const Operand& b, int first_row, int first_column, int n, int lines, uint32_t stages)
+        : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
-        to = stages + first * kLineBytes + (chunk ^ first % 8) * 16;
-        from_a = a.values + (tile_row + first) * a.pitch + chunk * 8;
-        from_b =
-            b.values + (MN_MAJOR ? first * b.pitch + tile_column * 2 : (tile_column + first) * b.pitch) + chunk * 8;
+        to = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
+        from_a = a.values + (first_row + stage_row) * a.stride + chunk * 8;
+        from_b = b.values +
+            (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
     }
     __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
-        const uint32_t stage = to + line % kStages * kStageBytes;
+        const uint32_t stage_to = to + line % kStages * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kTileRows && line < lines; i += kStep) {
-            copy_async(stage + i * kLineBytes, from_a + i * a.pitch, tile_row + first + i < a.rows);
+            copy_async(stage_to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
-            // MN-major: i / 32 is which of the tile's four lines, first + i % 32 which of the 32 rows of K.
-            const __half* const source = from_b + (MN_MAJOR ? i % 32 * b.pitch + i / 32 * kLine : i * b.pitch);
-            const bool mn_exists = line * 32 + first + i % 32 < b.rows && (tile_column + i / 32 * 32) * 2 < b.pitch;
-            const bool exists = MN_MAJOR ? mn_exists : tile_column + first + i < n;
-            copy_async(stage + (kTileRows + i) * kLineBytes, source, exists);
+            const int line_i = i / kLineK, row_i = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
+            const __half* const source = from_b + (MN_MAJOR ? row_i * b.stride + line_i * kLineHalves : i * b.stride);
+            const bool mn_row_exists = line * kLineK + stage_row + row_i < b.rows;
+            const bool mn_exists = mn_row_exists && (first_column + line_i * kLineK) * 2 < b.stride;
+            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
+            copy_async(stage_to + (kTileRows + i) * kLineBytes, source, exists);
         }
-        from_a += kLine;
-        from_b += MN_MAJOR ? 32 * b.pitch : kLine;
+        from_a += kLineHalves;
+        from_b += MN_MAJOR ? kLineK * b.stride : kLineHalves;
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
@@ -342,38 +342,38 @@ template <bool MN_MAJOR> struct Copies {
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
 // Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
-// B (a column of C). MN-major, a row of the stage holds one k of 32 columns: a quarter's K are 16 rows, and to[i] is
-// half i % 2 of the hi, or the lo, in the warp's line i / 2. A lane starts at chunk c, which is 0 or 1, and wants chunk
-// c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This
-// needs stages that begin at multiples of 128 bytes.
+// B (a column of C). MN-major, a row of the stage holds 32 columns of one k, so a quarter is 16 rows. The warp's 64
+// columns are two lines; to[i] is 16 columns: half i % 2 of line i / 2, from its hi or its lo. A lane starts
+// at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as (c
+// ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        const int flip = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
-        const int rows_on = MN_MAJOR ? i / 2 * 32 + quarter % 2 * 16 : i * 16;
-        load_matrices<MN_MAJOR>(to[i], (from ^ flip) + rows_on * kLineBytes);
+        const int xor_bytes = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
+        const int row_offset = MN_MAJOR ? i / 2 * kLineK + quarter % 2 * 16 : i * 16;
+        load_matrices<MN_MAJOR>(to[i], (from ^ xor_bytes) + row_offset * kLineBytes);
     }
 }
-__device__ __forceinline__ void multiply_add(float (&acc)[kRowTiles][kColumnTiles][4],
-    const uint32_t (&a)[kRowTiles][4], const uint32_t (&b)[kColumnTiles / 2][4]) {
+__device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross][4], const uint32_t (&a)[kMmasDown][4],
+    const uint32_t (&b)[kMmasAcross / 2][4]) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kMmasDown; ++i) {
 #pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        for (int j = 0; j < kMmasAcross; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
 // A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
-// from `line` on, are multiplied by unscale[line / kScaleLines * unscale_pitch + A's row] and added to the sums. (With
-// unscale_pitch 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
-// gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, v) once, with
-// its 4 x 16 sums: v[i][j] is C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring lanes have
-// 64 columns of the same four rows.
-template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThreads, 2)
+// from `line` on, are multiplied by unscale[line / kScaleLines * unscale_stride + A's row] and added to the sums. (With
+// unscale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
+// gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, values) once,
+// with its 4 x 16 sums: values[i][j] is C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring
+// lanes together hold 64 consecutive columns of the same four rows.
+template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
-        int unscale_pitch, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
+        int unscale_stride, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
@@ -382,22 +382,23 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
     // Blocks compute the tiles of a band, kBand rows of tiles, column by column. So L2 still holds the band's rows of
     // A, and the column's of B, when the next tile needs them.
-    const int across = int(divide_up(n, kTileColumns)), down = int(divide_up(a.rows, kTileRows));
-    const int first_band_row = blockIdx.x / (kBand * across) * kBand, in_band = blockIdx.x % (kBand * across);
-    const int height = min(kBand, down - first_band_row);
-    const int tile_row = (first_band_row + in_band % height) * kTileRows, tile_column = in_band / height * kTileColumns;
-    Copies<MN_MAJOR> copies(a, b, tile_row, tile_column, n, lines, base);
+    const int tiles_across = int(divide_up(n, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
+    const int band_start = blockIdx.x / (kBand * tiles_across) * kBand, in_band = blockIdx.x % (kBand * tiles_across);
+    const int band_height = min(kBand, tiles_down - band_start), first_column = in_band / band_height * kTileColumns;
+    const int first_row = (band_start + in_band % band_height) * kTileRows;
+    Copies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
-    uint32_t slot_a[3][kRowTiles][4], slot_b[3][kColumnTiles / 2][4];
+    uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    const uint32_t lane_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
-    const uint32_t lane_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
-    const auto load_a = [&](int slot, uint32_t stage, int quarter) {
-        load_quarter<false>(slot_a[slot], lane_a + stage, quarter);
+    // MN-major, adding warp_column to rows of the stage is right, too: 64 columns are two lines, of 32 rows each.
+    const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
+    const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
+        load_quarter<false>(slot_a[slot], address_a + stage_offset, quarter);
     };
-    const auto load_b = [&](int slot, uint32_t stage, int quarter) {
-        load_quarter<MN_MAJOR>(slot_b[slot], lane_b + stage, quarter);
+    const auto load_b = [&](int slot, uint32_t stage_offset, int quarter) {
+        load_quarter<MN_MAJOR>(slot_b[slot], address_b + stage_offset, quarter);
     };
     for (int line = 0; line < kStages; ++line) copies.start(line);
     wait_copies<kStages - 1>();
@@ -407,76 +408,80 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kThre
     float sum[4][16] = {};
     int line = 0;
     do {
-        float acc[kRowTiles][kColumnTiles][4] = {}, scale[4];  // scale: `unscale` of four rows of A
+        float acc[kMmasDown][kMmasAcross][4] = {}, unscales[4];  // `unscale` of four rows of A
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = min(tile_row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            scale[i] = unscale[int64_t(line / kScaleLines) * unscale_pitch + row];
+            const int row = min(first_row + warp_row + i * 8 + lane / 4, a.rows - 1);
+            unscales[i] = unscale[int64_t(line / kScaleLines) * unscale_stride + row];
         }
         const int end = min(line + interval, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
-        // A tensor core drops what lies below the last bit of the largest number that it adds, mostly the accumulator.
-        // So the small products come first: in the first line after a restart the accumulator is still small. Loads
-        // come before the multiply_add they overlap.
+        // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
+        // small products come first, which helps in the first line after a restart, while the accumulator is small.
+        // Loads come before the multiply_add that they overlap.
         for (; line < end; ++line) {
-            const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
-            load_a(0, stage, 0);
-            load_b(2, stage, 2);
+            const uint32_t stage_offset = line % kStages * kStageBytes;
+            const uint32_t next_offset = (line + 1) % kStages * kStageBytes;
+            load_a(0, stage_offset, 0);
+            load_b(2, stage_offset, 2);
             multiply_add(acc, slot_a[2], slot_b[0]);
-            load_a(2, stage, 3);
-            load_b(1, stage, 1);
+            load_a(2, stage_offset, 3);
+            load_b(1, stage_offset, 1);
             multiply_add(acc, slot_a[0], slot_b[2]);
-            load_a(1, stage, 1);
-            load_b(2, stage, 3);
+            load_a(1, stage_offset, 1);
+            load_b(2, stage_offset, 3);
             multiply_add(acc, slot_a[2], slot_b[1]);
             multiply_add(acc, slot_a[1], slot_b[2]);
             // After the wait this thread's copies of line + 1 have arrived. After the barrier all threads' copies of
             // line + 1 have arrived. All warps have read this line, too, as the last two multiply_adds read registers
-            // alone. So copies.start may overwrite its stage. (The last round's loads from `next` get old numbers,
-            // which are not used.)
+            // alone. So copies.start may overwrite its stage. (The last round's loads from next_offset get old numbers
+            // or, with fewer than three lines, uninitialised ones. They are not used.)
             wait_copies<kStages - 2>();
             __syncthreads();
             copies.start(line + kStages);
             multiply_add(acc, slot_a[0], slot_b[0]);
-            load_a(2, next, 2);
-            load_b(0, next, 0);
+            load_a(2, next_offset, 2);
+            load_b(0, next_offset, 0);
             multiply_add(acc, slot_a[1], slot_b[1]);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], sum[i][j]);
+            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], unscales[i], sum[i][j]);
         }
     } while (line < lines);
-    epilogue(tile_row + warp_row + lane / 4, tile_column + warp_column + lane % 4 * 2, sum);
+    epilogue(first_row + warp_row + lane / 4, first_column + warp_column + lane % 4 * 2, sum);
 #endif
 }
 // Stores a thread's sums to C (m, n), leaving out what lies outside C.
-__device__ __forceinline__ void store_values(float* to, int row, int column, int m, int n, const float (&v)[4][16]) {
+__device__ __forceinline__ void store_values(
+    float* c, int row, int column, int m, int n, const float (&values)[4][16]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float* const to_row = to + (row + 8 * i) * int64_t(n);
+        float* const c_row = c + (row + 8 * i) * int64_t(n);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
-            const int at = column_of(column, j);
-            const bool first = row + 8 * i < m && at < n, second = row + 8 * i < m && at + 1 < n;
-            if (first && n % 2 == 0) *reinterpret_cast<float2*>(to_row + at) = make_float2(v[i][j], v[i][j + 1]);
-            if (first && n % 2 == 1) to_row[at] = v[i][j];
-            if (second && n % 2 == 1) to_row[at + 1] = v[i][j + 1];
+            const int own_column = column_of(column, j);
+            const float first = values[i][j], second = values[i][j + 1];
+            const bool stores_first = row + 8 * i < m && own_column < n;
+            const bool stores_second = row + 8 * i < m && own_column + 1 < n;
+            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + own_column) = make_float2(first, second);
+            if (stores_first && n % 2 == 1) c_row[own_column] = first;
+            if (stores_second && n % 2 == 1) c_row[own_column + 1] = second;
         }
     }
 }
 // Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and computes doubtful sums again. All lanes of a
 // warp must call to_h, as they do that together.
-struct Linear {
-    const float *x, *weight, *bias;  // the linear layer's
+struct LinearLayer {
+    const float *x, *weight, *linear_bias;
     int m, n, k;
     float *unscale, *doubt;  // of x's m rows, then of W's n rows; launch_split needs doubt == unscale + m + n
-    // v[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet by
-    // that of W's.
-    __device__ __forceinline__ void to_h(int row, int column, float (&v)[4][16]) const {
-        uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is doubtful
+    // values[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet
+    // by that of W's.
+    __device__ __forceinline__ void to_h(int row, int column, float (&values)[4][16]) const {
+        uint64_t doubtful = 0;  // bit 16 i + j: the sum values[i][j] is doubtful
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -486,39 +491,39 @@ struct Linear {
         }
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            const int at = min(column_of(column, j), n - 1);
-            const float unscale_w = unscale[m + at], bias_w = bias[at];
-            const float doubt_w = column_of(column, j) < n ? doubt[m + at] : -INFINITY;
+            const int own_column = min(column_of(column, j), n - 1);
+            const float unscale_w = unscale[m + own_column], bias_w = linear_bias[own_column];
+            const float doubt_w = column_of(column, j) < n ? doubt[m + own_column] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
-                if (fabsf(v[i][j]) < least || least == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
-                v[i][j] = fmaf(v[i][j], unscale_w, bias_w);
+                const float threshold = (doubt_x[i] + doubt_w) * unscale_x[i];
+                if (fabsf(values[i][j]) < threshold || threshold == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
+                values[i][j] = fmaf(values[i][j], unscale_w, bias_w);
             }
         }
         // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute one, its owner
-        // keeps it. (The loop over constant indices keeps v in registers.)
-        while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
-            const int owner = __ffs(lanes) - 1;
+        // keeps it. (The loop over constant indices keeps `values` in registers.)
+        while (const unsigned doubtful_lanes = __ballot_sync(~0u, doubtful != 0)) {
+            const int owner = __ffs(doubtful_lanes) - 1;
             const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
             const int64_t row_x = __shfl_sync(~0u, row, owner) + which / 16 * 8;
             const int64_t row_w = __shfl_sync(~0u, column_of(column, which % 16), owner);
             float sum = 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
-            sum = reduce(sum, 32, Sum()) + bias[row_w];
+            sum = reduce(sum, 32, Sum()) + linear_bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
             for (int i = 0; i < 64; ++i) {
-                float& value = v[i / 16][i % 16];
+                float& value = values[i / 16][i % 16];
                 value = i == which ? sum : value;
             }
         }
     }
 };
 
-// ---- Launching the product. Every launch_... that the C++ code calls returns a cudaError_t. ----
+// ---- Launching the product. A launch_... that the C++ code calls returns a cudaError_t's value. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -526,38 +531,39 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     return cudaGetLastError();
 }
 template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Operand& a, const Operand& b,
-    const float* unscale, int64_t unscale_pitch, int64_t n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    const float* unscale, int unscale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
     // See Restarts. The interval divides kScaleLines, as the scale may change after these.
-    const int lines = int(pitch_of(k, 2) / kLine), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kThreads, kBytes, stream>>>(a, b, unscale, int(unscale_pitch), int(n), lines, interval, epilogue);
+    const int lines = int(stride_of(k, 2) / kLineHalves), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, interval, epilogue);
 }
-// Splits x (m, k) and W, `rows` rows in all. `scales` gets each row's `unscale`, then each row's `doubt`.
+// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets each row's `unscale`, then each row's `doubt`.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
-    __half* pieces, float* scales, cudaStream_t stream) {
+    __half* pieces, float* unscale_doubt, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that hold a row in registers, or 256
     while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
-    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, scales, scales + rows);
+    split_rows<PIECES>
+        <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, unscale_doubt, unscale_doubt + rows);
 }
 // Splits x and W, multiplies them, and hands the sums to the epilogue, which calls linear.to_h.
 template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
-    const Linear& linear = epilogue.linear;
-    const int64_t pitch = pitch_of(linear.k, 2);
+    const LinearLayer& linear = epilogue.linear;
+    const int64_t stride = stride_of(linear.k, 2);
     launch_split<2>(linear.x, linear.weight, linear.m, linear.m + linear.n, linear.k, pieces, linear.unscale, stream);
-    const Operand a = {pieces, linear.m, pitch}, b = {pieces + linear.m * pitch, linear.n, pitch};
+    const Operand a = {pieces, linear.m, stride}, b = {pieces + linear.m * stride, linear.n, stride};
     launch_multiply<false>(a, b, linear.unscale, 0, linear.n, linear.k, epilogue, stream);
     return cudaGetLastError();
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
-// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. A sum has one term of each row of
-// B, so those rows' scales cannot be taken out of it. Instead G is multiplied by their `unscale` before it is split:
-// for dX its column j by that of W's row j, for dW its row i by that of x's row i. A row of B with small values is
-// scaled up like any other, and its `unscale` makes G's column (or row) small instead.
+// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
+// every sum, so the terms have different scales, and no factor can undo them after the sum. Instead G is multiplied by
+// those rows' `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A
+// row of B with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
 // most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
@@ -569,69 +575,70 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 //     B, split         W (n, k)                      x (m, k)
 //     unscale_a        [n / 128, rounded up][m]      [m / 128, rounded up][n]
 constexpr int kSide = 128;  // rows, and columns, of G that a block splits
-static_assert(kSide == kScaleLines * kLine / 2, "a block knows all values that have one scale");
-constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: odd, so a column has no bank conflicts
-constexpr int kSplitThreads = 256;
+static_assert(kSide == kScaleLines * kLineK, "a block knows all values that have one scale");
+constexpr int kSharedStride = kSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
+constexpr int kSplitGradientThreads = 256;
 // A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time take a row of A,
 // 128 values of it, and each lane two neighbours of every 32. They multiply the values by the `unscale_b` of B's rows,
 // find the largest, and store the pieces to four lines of `pieces`, and the `unscale` of the 128 to `unscale_a`.
-__global__ void __launch_bounds__(kSplitThreads) split_gradient(const float* __restrict__ g, int m, int n,
-    bool of_weight, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
-    extern __shared__ float values[];
+__global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const float* __restrict__ g, int m, int n,
+    bool wgrad, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
+    extern __shared__ float square[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
+    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitGradientThreads) {
         const int row = first_row + i / kSide, column = first_column + i % kSide;
-        values[i / kSide * kPitch + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
+        square[i / kSide * kSharedStride + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
     }
     __syncthreads();
     // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
-    const int next_row = of_weight ? 1 : kPitch, next_k = of_weight ? kPitch : 1;
-    const int rows = of_weight ? n : m, terms = of_weight ? m : n, lane = threadIdx.x % 16;
-    const int first = of_weight ? first_column : first_row, first_k = of_weight ? first_row : first_column;
-    const int64_t pitch = pitch_of(terms, 2);
-    for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
-        const int row = first + i;
-        float v[kSide / 16], largest = 0;
+    const int row_stride = wgrad ? 1 : kSharedStride, k_stride = wgrad ? kSharedStride : 1;
+    const int rows = wgrad ? n : m, terms = wgrad ? m : n, half_lane = threadIdx.x % 16;
+    const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
+    const int64_t stride = stride_of(terms, 2);
+    for (int i = threadIdx.x / 16; i < kSide; i += kSplitGradientThreads / 16) {
+        const int row = first_a_row + i;
+        float values[kSide / 16], largest = 0;
 #pragma unroll
         for (int j = 0; j < kSide / 16; ++j) {
-            const int at = j / 2 * 32 + lane * 2 + j % 2;
-            const float factor = first_k + at < terms ? unscale_b[first_k + at] : 0;
-            v[j] = values[i * next_row + at * next_k] * factor;
-            largest = fmaxf(largest, finite_magnitude(v[j]));
+            const int own_k = j / 2 * 32 + half_lane * 2 + j % 2;
+            const float factor = first_k + own_k < terms ? unscale_b[first_k + own_k] : 0;
+            values[j] = square[i * row_stride + own_k * k_stride] * factor;
+            largest = fmaxf(largest, finite_magnitude(values[j]));
         }
         const int exponent = scale_exponent(reduce(largest, 16, Max()));
         const float scale = power_of_two(exponent);
         if (row >= rows) continue;
 #pragma unroll
         for (int j = 0; j < kSide / 16; j += 2) {
-            const int at = first_k + j / 2 * 32 + lane * 2;
-            if (2 * at < pitch) store_pieces<2>(pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
+            const int k = first_k + j / 2 * 32 + half_lane * 2;
+            if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
         }
-        if (lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (half_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue of the gradients: stores C as it is
     float* out;
     int m, n;
-    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
-        store_values(out, row, column, m, n, v);
+    __device__ __forceinline__ void operator()(int row, int column, float (&values)[4][16]) const {
+        store_values(out, row, column, m, n, values);
     }
 };
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). `out` gets it. pieces_a,
-// unscale_a, pieces_b and scales_b are scratch memory.
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;  // A is (rows, terms), B (terms, k)
-    __half *const of_a = static_cast<__half*>(pieces_a), *const of_b = static_cast<__half*>(pieces_b);
-    launch_split<2>(other, nullptr, terms, terms, k, of_b, scales_b, stream);
-    constexpr int kBytes = kSide * kPitch * int(sizeof(float));
+// Writes dX = G W, `other` being W (n, k), or, if wgrad, dW = G^T x, `other` being x (m, k), to `out`.
+// pieces_a, unscale_a, pieces_b and unscale_doubt_b are scratch memory.
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
+    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
+    __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
+    launch_split<2>(other, nullptr, terms, terms, k, halves_b, unscale_doubt_b, stream);
+    constexpr int kBytes = kSide * kSharedStride * int(sizeof(float));
     cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, int(m), int(n), of_weight, scales_b, of_a, unscale_a);
-    const Operand a = {of_a, int(rows), pitch_of(terms, 2)}, b = {of_b, int(terms), pitch_of(k, 2)};
+    split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
+        g, int(m), int(n), wgrad, unscale_doubt_b, halves_a, unscale_a);
+    const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    launch_multiply<true>(a, b, unscale_a, rows, k, terms, epilogue, stream);
+    launch_multiply<true>(a, b, unscale_a, int(rows), int(k), terms, epilogue, stream);
     return cudaGetLastError();
 }
 
@@ -639,9 +646,9 @@ extern "C" int launch_gradient(bool of_weight, const float* g, const float* othe
 
 // The activation and its derivative. To use another, change both, finish_group_cpu in C++, and in Python
 // _finish_plainly and the lines for torch.jit.script in ModelNew.forward. The activation's error must be small relative
-// to its value, since a group of small values is divided by its small spread. For a large finite |h| the slope must be
-// its limit. Beware of h * s with an s near 0, where an error of s becomes large, and of 0 * infinity where an exp
-// overflows.
+// to its value, since a group of small values is divided by its small spread. For large finite |h| the slope must equal
+// its limit (0 or 1). In h * s with s near 0, a small absolute error of s is multiplied by a large h. And where an exp
+// overflows, 0 * infinity makes NaN.
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -664,110 +671,112 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
 template <int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
     const float share = 1.0f / (lanes * COUNT);  // multiplies each term of the mean: the plain sum could overflow
-    float mean = 0, rest = 0, squares = 0;
+    float mean = 0, mean_lo = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
     mean = reduce(mean, lanes, Sum());
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
-        rest += v[i];
+        mean_lo += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
     squares = reduce(squares, lanes, Sum()) * share;
-    rest = reduce(rest, lanes, Sum()) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;  // rstd is to be 0: an infinite rest would make it NaN, by inf - inf
-    rstd = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
-    shift = -rest * rstd;
+    mean_lo = reduce(mean_lo, lanes, Sum()) * share;  // what the rounding of the mean left over
+    if (isinf(squares)) mean_lo = 0;  // rstd is to be 0: an infinite mean_lo would make it NaN, by inf - inf
+    rstd = reciprocal_sqrt(fmaf(-mean_lo, mean_lo, squares) + eps);
+    shift = -mean_lo * rstd;
 }
 // Turns a thread's COUNT values h of a group into the output. bias, gamma and beta are those of the values' columns.
-template <int COUNT> __device__ __forceinline__ void finish_group(float (&v)[COUNT], const float (&bias)[COUNT],
+template <int COUNT> __device__ __forceinline__ void finish_group(float (&values)[COUNT], const float (&bias)[COUNT],
     const float (&gamma)[COUNT], const float (&beta)[COUNT], int lanes, float eps) {
     float rstd, shift;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) v[i] = activation(v[i]) + bias[i];
-    center_group(v, lanes, eps, rstd, shift);
+    for (int i = 0; i < COUNT; ++i) values[i] = activation(values[i]) + bias[i];
+    center_group(values, lanes, eps, rstd, shift);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], rstd, shift), gamma[i], beta[i]);
+    for (int i = 0; i < COUNT; ++i) values[i] = fmaf(fmaf(values[i], rstd, shift), gamma[i], beta[i]);
 }
 // The epilogue of the product. `out` must be null unless groups have 64 features: four neighbouring lanes hold one.
 struct StoreSwishGroupNorm {
-    Linear linear;
+    LinearLayer linear;
     const float *bias, *gamma, *beta;
     float *h, *out;  // null where not wanted
     float eps;
-    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
+    __device__ __forceinline__ void operator()(int row, int column, float (&values)[4][16]) const {
         const int m = linear.m, n = linear.n;
-        linear.to_h(row, column, v);
-        if (h != nullptr) store_values(h, row, column, m, n, v);
+        linear.to_h(row, column, values);
+        if (h != nullptr) store_values(h, row, column, m, n, values);
         if (out == nullptr) return;
-        float bias_at[16], gamma_at[16], beta_at[16];
+        float own_bias[16], own_gamma[16], own_beta[16];
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            const int at = min(column_of(column, j), n - 1);
-            bias_at[j] = bias[at];
-            gamma_at[j] = gamma[at];
-            beta_at[j] = beta[at];
+            const int own_column = min(column_of(column, j), n - 1);
+            own_bias[j] = bias[own_column];
+            own_gamma[j] = gamma[own_column];
+            own_beta[j] = beta[own_column];
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) finish_group(v[i], bias_at, gamma_at, beta_at, 4, eps);
-        store_values(out, row, column, m, n, v);
+        for (int i = 0; i < 4; ++i) finish_group(values[i], own_bias, own_gamma, own_beta, 4, eps);
+        store_values(out, row, column, m, n, values);
     }
 };
 // Reads cuBLAS's product of hi and hi', which is still scaled, multiplies it by x's `unscale`, and calls the epilogue
 // as multiply does: a thread has the same 4 x 16 values. The epilogue may store h where the product was. (With four
 // blocks an SM instead of three, registers would spill.)
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kMultiplyThreads, 3)
     apply_epilogue(const float* product, const __grid_constant__ StoreSwishGroupNorm epilogue) {
-    const int m = epilogue.linear.m, n = epilogue.linear.n, across = int(divide_up(n, kTileColumns));
+    const int m = epilogue.linear.m, n = epilogue.linear.n, tiles_across = int(divide_up(n, kTileColumns));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    const int row = blockIdx.x / across * kTileRows + warp_row + lane / 4;
-    const int column = blockIdx.x % across * kTileColumns + warp_column + lane % 4 * 2;
-    float v[4][16];
+    const int row = blockIdx.x / tiles_across * kTileRows + warp_row + lane / 4;
+    const int column = blockIdx.x % tiles_across * kTileColumns + warp_column + lane % 4 * 2;
+    float values[4][16];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int64_t own_row = row + 8 * i;
+        const float* const product_row = product + own_row * n;
         const float unscale_x = own_row < m ? epilogue.linear.unscale[own_row] : 0;
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {  // n is even: a group has 8 features or more
-            const int at = column_of(column, j);
+            const int own_column = column_of(column, j);
             float2 pair = {};
-            if (own_row < m && at < n) pair = *reinterpret_cast<const float2*>(product + own_row * n + at);
-            v[i][j] = pair.x * unscale_x;
-            v[i][j + 1] = pair.y * unscale_x;
+            if (own_row < m && own_column < n) pair = *reinterpret_cast<const float2*>(product_row + own_column);
+            values[i][j] = pair.x * unscale_x;
+            values[i][j + 1] = pair.y * unscale_x;
         }
     }
-    epilogue(row, column, v);
+    epilogue(row, column, values);
 }
-// Turns h into the output where no epilogue does it, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring lanes
-// hold a group. A thread has one pack, 16 bytes of columns, in each of kPackRows rows, so it loads their bias, gamma
-// and beta once.
-constexpr int kPackRows = 4;  // rows of a thread, which has as many loads of h in flight
+// Turns h (m, n) into the output where no epilogue does it, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring
+// lanes hold a group. A thread has one pack, 16 bytes of columns, in each of kThreadRows rows, so it loads their bias,
+// gamma and beta once.
+constexpr int kThreadRows = 4;  // a thread has as many loads of h in flight
 template <typename T> __global__ void __launch_bounds__(256)
     finish_groups(const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma,
-        const T* __restrict__ beta, T* __restrict__ out, int64_t rows, unsigned packs, float eps, int lanes) {
+        const T* __restrict__ beta, T* __restrict__ out, int64_t m, unsigned packs_of_row, float eps, int lanes) {
     constexpr int V = 16 / sizeof(T);
-    const unsigned index = blockIdx.x * 256 + threadIdx.x, column = index % packs;  // in packs
-    const int64_t first = int64_t(index / packs) * kPackRows;
-    const auto load = [&](float (&v)[V], const T* from, int64_t row) {
-        const Pack<T, V> pack = reinterpret_cast<const Pack<T, V>*>(from)[row * packs + column];
+    const unsigned index = blockIdx.x * 256 + threadIdx.x, pack_column = index % packs_of_row;
+    const int64_t thread_row = int64_t(index / packs_of_row) * kThreadRows;
+    const auto load = [&](float (&to)[V], const T* from, int64_t row) {
+        const Pack<T, V> pack = reinterpret_cast<const Pack<T, V>*>(from)[row * packs_of_row + pack_column];
 #pragma unroll
-        for (int j = 0; j < V; ++j) v[j] = to_float(pack.value[j]);
+        for (int j = 0; j < V; ++j) to[j] = to_float(pack.value[j]);
     };
-    float bias_at[V], gamma_at[V], beta_at[V], v[kPackRows][V];
-    load(bias_at, bias, 0);
-    load(gamma_at, gamma, 0);
-    load(beta_at, beta, 0);
+    float own_bias[V], own_gamma[V], own_beta[V], values[kThreadRows][V];
+    load(own_bias, bias, 0);
+    load(own_gamma, gamma, 0);
+    load(own_beta, beta, 0);
     // All four loads are issued before any is used. Rows past the end read the last row, and are not stored.
 #pragma unroll
-    for (int r = 0; r < kPackRows; ++r) load(v[r], h, min(first + r, rows - 1));
+    for (int r = 0; r < kThreadRows; ++r) load(values[r], h, min(thread_row + r, m - 1));
 #pragma unroll
-    for (int r = 0; r < kPackRows; ++r) {
-        finish_group(v[r], bias_at, gamma_at, beta_at, lanes, eps);
+    for (int r = 0; r < kThreadRows; ++r) {
+        finish_group(values[r], own_bias, own_gamma, own_beta, lanes, eps);
         Pack<T, V> pack;
 #pragma unroll
-        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[r][j]);
-        if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + column] = pack;
+        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(values[r][j]);
+        const int64_t row = thread_row + r;
+        if (row < m) reinterpret_cast<Pack<T, V>*>(out)[row * packs_of_row + pack_column] = pack;
     }
 }
 
@@ -783,101 +792,101 @@ template <typename T> __global__ void __launch_bounds__(256)
 template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T, 4>& h, const Pack<T, 4>& grad,
     const Pack<T, 4>& bias, const Pack<T, 4>& gamma, int lanes, float eps, float (&g)[4], float (&sums)[4][4]) {
     const float share = 1.0f / (4 * lanes);
-    float z[4], rstd, shift, of_d = 0, of_dz = 0;  // of_d and of_dz: first the sums of d and d z, then their means
+    float z[4], d[4], rstd, shift, mean_d = 0, mean_dz = 0;  // mean_d and mean_dz are first the sums of d and d z
 #pragma unroll
     for (int i = 0; i < 4; ++i) z[i] = activation(to_float(h.value[i])) + to_float(bias.value[i]);
     center_group(z, lanes, eps, rstd, shift);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         z[i] = fmaf(z[i], rstd, shift);
-        g[i] = to_float(grad.value[i]);
-        sums[2][i] = fmaf(g[i], z[i], sums[2][i]);
-        sums[3][i] += g[i];
-        g[i] *= to_float(gamma.value[i]);
-        of_d += g[i];
-        of_dz = fmaf(g[i], z[i], of_dz);
+        const float grad_i = to_float(grad.value[i]);
+        sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
+        sums[3][i] += grad_i;
+        d[i] = grad_i * to_float(gamma.value[i]);
+        mean_d += d[i];
+        mean_dz = fmaf(d[i], z[i], mean_dz);
     }
-    of_d = reduce(of_d, lanes, Sum()) * share;
-    of_dz = reduce(of_dz, lanes, Sum()) * share;
+    mean_d = reduce(mean_d, lanes, Sum()) * share;
+    mean_dz = reduce(mean_dz, lanes, Sum()) * share;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float of_v = rstd * (g[i] - of_d - z[i] * of_dz);  // G_v
-        g[i] = of_v * activation_slope(to_float(h.value[i]));
+        const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
+        g[i] = g_v * activation_slope(to_float(h.value[i]));
         sums[0][i] += g[i];
-        sums[1][i] += of_v;
+        sums[1][i] += g_v;
     }
 }
 // A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns. The block writes G to g,
 // and the four sums over its rows to partials[blockIdx.x][4][n].
-constexpr int kRowsOfSums = 128;  // a block's rows: for 128 values of a column it stores 4 partial sums
+constexpr int kBlockRows = 128;  // for 128 values of a column a block stores 4 partial sums
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
-    int rows, int n, int lanes, float eps, T* __restrict__ g) {
-    __shared__ float of_warp[8][4][128];
+    int m, int n, int lanes, float eps, T* __restrict__ g) {
+    __shared__ float warp_sums[8][4][128];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int64_t first_row = int64_t(blockIdx.x) * kRowsOfSums;
+    const int64_t first_row = int64_t(blockIdx.x) * kBlockRows;
     const int first_column = blockIdx.y * 128, column = first_column + lane * 4;
     const bool inside = column < n;
     // Outside the n columns a lane has zeros, and goes on, since all 32 must take part in shuffles.
-    const auto four_at = [&](const T* from, int64_t row) {
+    const auto load_pack = [&](const T* from, int64_t row) {
         return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
     };
-    const Pack<T, 4> bias_at = four_at(bias, 0), gamma_at = four_at(gamma, 0);
+    const Pack<T, 4> own_bias = load_pack(bias, 0), own_gamma = load_pack(gamma, 0);
     float sums[4][4] = {};
 #pragma unroll 2
-    for (int64_t row = first_row + warp; row < min(first_row + kRowsOfSums, int64_t(rows)); row += 8) {
+    for (int64_t row = first_row + warp; row < min(first_row + kBlockRows, int64_t(m)); row += 8) {
         float row_g[4];
-        find_gradient(four_at(h, row), four_at(grad, row), bias_at, gamma_at, lanes, eps, row_g, sums);
+        find_gradient(load_pack(h, row), load_pack(grad, row), own_bias, own_gamma, lanes, eps, row_g, sums);
         Pack<T, 4> pack;
 #pragma unroll
         for (int i = 0; i < 4; ++i) pack.value[i] = from_float<T>(row_g[i]);
         if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = pack;
     }
 #pragma unroll
-    for (int i = 0; i < 16; ++i) of_warp[warp][i / 4][lane * 4 + i % 4] = sums[i / 4][i % 4];
+    for (int i = 0; i < 16; ++i) warp_sums[warp][i / 4][lane * 4 + i % 4] = sums[i / 4][i % 4];
     __syncthreads();
     for (int i = threadIdx.x; i < 4 * 128; i += 256) {
         float total = 0;
-        for (int w = 0; w < 8; ++w) total += of_warp[w][i / 128][i % 128];
-        const int at = first_column + i % 128;
-        if (at < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + at] = total;
+        for (int w = 0; w < 8; ++w) total += warp_sums[w][i / 128][i % 128];
+        const int own_column = first_column + i % 128;
+        if (own_column < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + own_column] = total;
     }
 }
 // Adds up the partial sums of group_gradients' blocks, in double. `partials` is (count, 4 n). A block owns 32 of the
 // 4 n columns, and a warp adds every eighth row of them.
 template <typename T> __global__ void __launch_bounds__(256)
     add_partials(const float* __restrict__ partials, int count, int n, T* __restrict__ sums) {
-    __shared__ double of_warp[8][32];
+    __shared__ double warp_sums[8][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     double sum = 0;
 #pragma unroll 4
     for (int i = warp; i < count && column < 4 * n; i += 8) sum += partials[int64_t(i) * 4 * n + column];
-    of_warp[warp][lane] = sum;
+    warp_sums[warp][lane] = sum;
     __syncthreads();
     if (warp > 0 || column >= 4 * n) return;
-    for (int w = 1; w < 8; ++w) sum += of_warp[w][lane];
+    for (int w = 1; w < 8; ++w) sum += warp_sums[w][lane];
     sums[column] = from_float<T>(float(sum));
 }
 
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
 
-// Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, for cuBLAS to multiply, and to `scales` each
-// row's `unscale`, then each row's `doubt`.
-extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales, int64_t m, int64_t n,
-    int64_t k, cudaStream_t stream) {
-    launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), scales, stream);
+// Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, for cuBLAS to multiply, and to `unscale_doubt`
+// each row's `unscale`, then each row's `doubt`.
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* unscale_doubt, int64_t m,
+    int64_t n, int64_t k, cudaStream_t stream) {
+    launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), unscale_doubt, stream);
     return cudaGetLastError();
 }
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
 // cuBLAS's, of the pieces of launch_split_hi, and h may be in the same place. If `product` is null, this computes it.
-extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces, float* scales,
-    int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
-    const Linear linear = {x, weight, linear_bias, int(m), int(n), int(k), scales, scales + m + n};
+extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
+    const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
+    float* unscale_doubt, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    const LinearLayer linear = {x, weight, linear_bias, int(m), int(n), int(k), unscale_doubt, unscale_doubt + m + n};
     const StoreSwishGroupNorm epilogue = {linear, bias, gamma, beta, h, out, eps};
     if (product == nullptr) return launch_linear(epilogue, static_cast<__half*>(pieces), stream);
     const unsigned tiles = unsigned(divide_up(m, kTileRows) * divide_up(n, kTileColumns));
-    apply_epilogue<<<tiles, kThreads, 0, stream>>>(product, epilogue);
+    apply_epilogue<<<tiles, kMultiplyThreads, 0, stream>>>(product, epilogue);
     return cudaGetLastError();
 }
 // From h (m, n), the linear layer's output: writes the network's output to out.
@@ -887,16 +896,16 @@ extern "C" int launch_finish(int dtype, const void* h, const void* bias, const v
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
         constexpr int V = 16 / sizeof(T);
-        // A block takes 16 KiB of h. With 2^24 blocks h and out would have 512 GiB, more than a GPU has. So there are
-        // fewer (which is not checked), and the kernel's index, below 256 times their number, fits 32 bits.
-        const unsigned blocks = unsigned(divide_up(divide_up(m, kPackRows) * n / V, 256));
+        // The kernel's index is below 256 times the number of blocks. It fits 32 bits if there are at most 2^24 blocks
+        // of 16 KiB. That is not checked: with more, h and out would take over 512 GiB, more than a GPU has.
+        const unsigned blocks = unsigned(divide_up(divide_up(m, kThreadRows) * n / V, 256));
         finish_groups<<<blocks, 256, 0, stream>>>(
             as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V));
     });
 }
-extern "C" int64_t partials_count(int64_t m) { return divide_up(m, kRowsOfSums); }
+extern "C" int64_t partials_count(int64_t m) { return divide_up(m, kBlockRows); }
 // Writes G to g, and to `sums` (4, n) the gradients of the linear bias, bias, gamma and beta.
-extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
+extern "C" int launch_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -929,20 +938,21 @@ CPP_SOURCE = r"""
 namespace {
 // ---- The product in C++: the same text in both linear_*.py. ----
 
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
-at::Tensor gradient_meta(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
-    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(of_weight ? 0 : 1) == other.sym_size(0), "G, W or x");
-    return at::empty_symint({g.sym_size(of_weight ? 1 : 0), other.sym_size(1)}, g.options());
+// dX = G W, `other` being W (n, k); or, if wgrad, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
+at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
+    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(wgrad ? 0 : 1) == other.sym_size(0),
+        "g (m, n), and W (n, k) or x (m, k)");
+    return at::empty_symint({g.sym_size(wgrad ? 1 : 0), other.sym_size(1)}, g.options());
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_gradient(bool of_weight, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* scales_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
+    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-// Memory for the pieces of rows of k values, in whole lines, as pitch_of in the kernels has them.
+// Memory for the pieces of rows of k values, in whole lines, as stride_of in the kernels has them.
 at::Tensor empty_pieces(int64_t rows, int64_t k, int pieces, const at::Tensor& like) {
     return at::empty({rows, (k * pieces + 63) / 64 * 64}, like.options().dtype(at::kHalf));
 }
@@ -954,19 +964,22 @@ int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
 }
 // Checks that the product's kernels can take these sizes. Python decides whether they are worth it (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0, "float32 matrices");
+    TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0,
+        "float32 matrices of 1 to 2^24 - 1 rows and columns");
 }
-at::Tensor gradient_cuda(const at::Tensor& g, const at::Tensor& other, bool of_weight) {
+at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
     const c10::cuda::CUDAGuard guard(g.device());
-    const at::Tensor out = gradient_meta(g, other, of_weight), aligned_g = aligned(g), aligned_other = aligned(other);
+    const at::Tensor out = gradient_product_meta(g, other, wgrad);
+    const at::Tensor aligned_g = aligned(g), aligned_other = aligned(other);
     const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
     check_product(g, m, n, k);
     const int64_t rows = out.size(0), terms = other.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
     const at::Tensor unscale_a = at::empty({(terms + 127) / 128, rows}, g.options());
-    const at::Tensor scales_b = at::empty({2, terms}, g.options());
-    check_launch(launch_gradient(of_weight, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
-        floats(unscale_a), pieces_b.data_ptr(), floats(scales_b), m, n, k, current_stream()));
+    const at::Tensor unscale_doubt_b = at::empty({2, terms}, g.options());
+    check_launch(
+        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
+            floats(unscale_a), pieces_b.data_ptr(), floats(unscale_doubt_b), m, n, k, current_stream()));
     return out;
 }
 #endif
@@ -976,19 +989,19 @@ at::Tensor finish_meta(const at::Tensor& h, const at::Tensor& bias, const at::Te
     int64_t groups, double) {
     TORCH_CHECK(h.dim() == 2 && groups > 0 && h.sym_size(1) % groups == 0, "h (m, n) in ", groups, " groups");
     for (const at::Tensor& t : {bias, gamma, beta}) {
-        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == h.sym_size(1), "(n)");
+        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == h.sym_size(1), "bias, gamma and beta (n)");
         TORCH_CHECK(t.scalar_type() == h.scalar_type() && t.device() == h.device(), "one dtype and device");
     }
     return at::empty_symint(h.sym_sizes(), h.options());
 }
-// The whole network, of x (m, k) and weight (n, k) in float32: its output and, if `recorded`, h.
+// The whole network, of x (m, k) and weight (n, k) in float32: its output and, if `returns_h`, h.
 std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
-    int64_t groups, double eps, bool, bool recorded) {
+    int64_t groups, double eps, bool, bool returns_h) {
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
-    TORCH_CHECK(linear_bias.dim() == 1 && linear_bias.sym_size(0) == weight.sym_size(0), "(n)");
+    TORCH_CHECK(linear_bias.dim() == 1 && linear_bias.sym_size(0) == weight.sym_size(0), "linear_bias (n)");
     const at::Tensor h = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
-    return {finish_meta(h, bias, gamma, beta, groups, eps), recorded ? h : at::empty({0}, x.options())};
+    return {finish_meta(h, bias, gamma, beta, groups, eps), returns_h ? h : at::empty({0}, x.options())};
 }
 // The gradient of h, and as rows of a matrix (4, n) those of the linear bias, bias, gamma and beta.
 std::tuple<at::Tensor, at::Tensor> finish_backward_meta(const at::Tensor& grad, const at::Tensor& h,
@@ -997,24 +1010,25 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_meta(const at::Tensor& grad, 
     return {finish_meta(h, bias, gamma, gamma, groups, eps), at::empty_symint({4, bias.sym_size(0)}, bias.options())};
 }
 
-// One thread finishes one group of a row. out holds v until the last loop. Statistics are added up in double.
+// Each group is finished by one thread. out holds v = activation(h) + bias until the last loop. Sums are in double.
 void finish_group_cpu(
     const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width, double eps) {
     using Vec = at::vec::Vectorized<float>;
     double sum = 0, squares = 0;
-    // v = activation(h) + bias
     at::vec::map2([](Vec h, Vec bias) { return h / (Vec(1) + h.neg().exp()) + bias; }, out, h, bias, width);
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < width; ++i) sum += out[i];
     const double mean = sum / width;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < width; ++i) squares += (out[i] - mean) * (out[i] - mean);
-    const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / width + eps));
+    const float mean_hi = float(mean), mean_lo = float(mean - mean_hi),
+                rstd = float(1 / std::sqrt(squares / width + eps));
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
         // If a is not finite, out is computed by PyTorch's formula, so that it has PyTorch's inf and NaN.
         const float a = rstd * gamma[i];
-        out[i] = std::abs(a) < INFINITY ? ((out[i] - hi) - lo) * a + beta[i] : out[i] * a + (beta[i] - hi * a);
+        out[i] =
+            std::abs(a) < INFINITY ? (out[i] - mean_hi - mean_lo) * a + beta[i] : out[i] * a + (beta[i] - mean_hi * a);
     }
 }
 at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
@@ -1027,9 +1041,9 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Ten
     // usual 32768, as a feature takes more work.
     at::parallel_for(0, h.size(0) * groups, 8192 / (width + 1) + 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t first = i * width, feature = i % groups * width;
-            finish_group_cpu(h32.data_ptr<float>() + first, bias32.data_ptr<float>() + feature,
-                gamma32.data_ptr<float>() + feature, beta32.data_ptr<float>() + feature, out.data_ptr<float>() + first,
+            const int64_t offset = i * width, feature = i % groups * width;
+            finish_group_cpu(h32.data_ptr<float>() + offset, bias32.data_ptr<float>() + feature,
+                gamma32.data_ptr<float>() + feature, beta32.data_ptr<float>() + feature, out.data_ptr<float>() + offset,
                 width, eps);
         }
     });
@@ -1037,19 +1051,19 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Ten
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales, int64_t m, int64_t n,
-    int64_t k, cudaStream_t stream);
-extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces, float* scales,
-    int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* unscale_doubt, int64_t m,
+    int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
+    const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
+    float* unscale_doubt, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 extern "C" int64_t partials_count(int64_t m);
-extern "C" int launch_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
+extern "C" int launch_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 
 void check_groups(int64_t n, int64_t groups) {
-    TORCH_CHECK(n % groups == 0 && 128 % (n / groups) == 0 && n / groups >= 8, "groups of 8 to 128");
+    TORCH_CHECK(n % groups == 0 && 128 % (n / groups) == 0 && n / groups >= 8, "groups of 8, 16, 32, 64 or 128");
 }
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps) {
@@ -1066,31 +1080,32 @@ at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& bias, const at::Te
 // The epilogue finishes groups of 64. For others it stores h, and finish_cuda does the rest.
 std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
-    int64_t groups, double eps, bool tf32, bool recorded) {
+    int64_t groups, double eps, bool tf32, bool returns_h) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const auto [out, none] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
+    const auto [out, no_h] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
     check_groups(n, groups);
-    const bool finishes = n == 64 * groups, stores_h = recorded || !finishes;
-    TORCH_CHECK(finishes || !tf32, "where TF32 is allowed, groups of 64");
+    const bool finishes = n == 64 * groups, stores_h = returns_h || !finishes;
+    TORCH_CHECK(finishes || !tf32, "where TF32 is allowed, groups of 64 features");
     const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight);
     const at::Tensor aligned_linear_bias = aligned(linear_bias), aligned_bias = aligned(bias);
     const at::Tensor aligned_gamma = aligned(gamma), aligned_beta = aligned(beta);
-    const at::Tensor pieces = empty_pieces(m + n, k, tf32 ? 1 : 2, x), scales = at::empty({2, m + n}, x.options());
+    const at::Tensor pieces = empty_pieces(m + n, k, tf32 ? 1 : 2, x),
+                     unscale_doubt = at::empty({2, m + n}, x.options());
     at::Tensor h;
     if (tf32) {
-        check_launch(launch_split_hi(
-            floats(aligned_x), floats(aligned_weight), pieces.data_ptr(), floats(scales), m, n, k, current_stream()));
+        check_launch(launch_split_hi(floats(aligned_x), floats(aligned_weight), pieces.data_ptr(),
+            floats(unscale_doubt), m, n, k, current_stream()));
         h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
     } else if (stores_h) {
         h = at::empty_like(out);
     }
-    check_launch(launch_product(floats(aligned_x), floats(aligned_weight), floats(aligned_linear_bias),
+    check_launch(launch_forward(floats(aligned_x), floats(aligned_weight), floats(aligned_linear_bias),
         floats(aligned_bias), floats(aligned_gamma), floats(aligned_beta), tf32 ? floats(h) : nullptr,
-        stores_h ? floats(h) : nullptr, finishes ? floats(out) : nullptr, pieces.data_ptr(), floats(scales), m, n, k,
-        float(eps), current_stream()));
-    return {finishes ? out : finish_cuda(h, bias, gamma, beta, groups, eps), recorded ? h : none};
+        stores_h ? floats(h) : nullptr, finishes ? floats(out) : nullptr, pieces.data_ptr(), floats(unscale_doubt), m,
+        n, k, float(eps), current_stream()));
+    return {finishes ? out : finish_cuda(h, bias, gamma, beta, groups, eps), returns_h ? h : no_h};
 }
 std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
     const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps) {
@@ -1099,10 +1114,10 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, 
     const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h);
     const at::Tensor aligned_bias = aligned(bias), aligned_gamma = aligned(gamma);
     const int64_t m = h.size(0), n = h.size(1);
-    TORCH_CHECK(m > 0, "rows");
+    TORCH_CHECK(m > 0, "h with one row or more");
     check_groups(n, groups);
     const at::Tensor partials = at::empty({partials_count(m), 4, n}, h.options().dtype(at::kFloat));
-    check_launch(launch_gradients(kernel_dtype(h), aligned_grad.data_ptr(), aligned_h.data_ptr(),
+    check_launch(launch_group_gradients(kernel_dtype(h), aligned_grad.data_ptr(), aligned_h.data_ptr(),
         aligned_bias.data_ptr(), aligned_gamma.data_ptr(), floats(partials), g.data_ptr(), sums.data_ptr(), m, n,
         groups, float(eps), current_stream()));
     return {g, sums};
@@ -1113,8 +1128,8 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, 
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
-          "float eps, bool tf32, bool recorded) -> (Tensor, Tensor)");
-    m.def("gradient(Tensor g, Tensor other, bool of_weight) -> Tensor");
+          "float eps, bool tf32, bool returns_h) -> (Tensor, Tensor)");
+    m.def("gradient_product(Tensor g, Tensor other, bool wgrad) -> Tensor");
     m.def("finish(Tensor h, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps) -> Tensor");
     m.def("finish_backward(Tensor grad, Tensor h, Tensor bias, Tensor gamma, int groups, float eps)"
           " -> (Tensor, Tensor)");
@@ -1122,20 +1137,20 @@ TORCH_LIBRARY(NAMESPACE, m) {
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("finish", finish_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
-    m.impl("gradient", gradient_meta);
+    m.impl("gradient_product", gradient_product_meta);
     m.impl("finish", finish_meta);
     m.impl("finish_backward", finish_backward_meta);
 }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", forward_cuda);
-    m.impl("gradient", gradient_cuda);
+    m.impl("gradient_product", gradient_product_cuda);
     m.impl("finish", finish_cuda);
     m.impl("finish_backward", finish_backward_cuda);
 }
 #endif
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "gradient", "finish", "finish_backward"}) {
+    for (const char* name : {"forward", "gradient_product", "finish", "finish_backward"}) {
         m.impl(name, torch::autograd::autogradNotImplementedFallback());
     }
 }
@@ -1282,11 +1297,10 @@ _WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.c
 # The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
 # product: compute capability 8.0, 9.0, 10.0 and 10.3. There one fp16 product by mma.sync is 16 (8.0) or 7 times as fast
 # as SGEMM. It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
-_BY_PIECES = {
-    gpu
-    for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
-    if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]
-}
+_GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
+_BY_PIECES = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]}
+# The GPUs that have TF32. On others PyTorch multiplies in float32 even where TF32 is allowed.
+_HAVE_TF32 = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) >= (8, 0)}
 
 
 def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1324,13 +1338,13 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _is_large(x.shape[0], *weight.shape) and _is_layer(linear, x)
 
 
-def _gradient(g: torch.Tensor, other: torch.Tensor, of_weight: bool, by_pieces: bool = True) -> torch.Tensor:
-    """dX = G W, where `other` is W; or, of_weight, dW = G^T x, where `other` is x. G is the gradient of h."""
+def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_pieces: bool = True) -> torch.Tensor:
+    """dX = G W, where `other` is W; or, if wgrad, dW = G^T x, where `other` is x. G is the gradient of h."""
     (m, n), k = g.shape, other.shape[1]
-    large = _is_large(n, k, m) if of_weight else _is_large(m, k, n)
+    large = _is_large(n, k, m) if wgrad else _is_large(m, k, n)
     if large and by_pieces and not torch.is_grad_enabled():  # else by what PyTorch can differentiate
-        return _operators.gradient(g, other, of_weight)
-    return g.t().mm(other) if of_weight else g.mm(other)
+        return _operators.gradient_product(g, other, wgrad)
+    return g.t().mm(other) if wgrad else g.mm(other)
 
 
 def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -1338,7 +1352,7 @@ def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     the epilogue takes groups of this size, and cuBLAS's fp16 product saves more time than the split takes. The
     product saves time on m n k multiplications, and the split takes time for (m + n) k values. On an H200 the product
     saves on 700 multiplications what the split takes for a value. 2048 are asked for, a margin for other GPUs."""
-    if not _allows_tf32():
+    if not _allows_tf32() or x.device.index not in _HAVE_TF32:
         return x.device.index in _BY_PIECES
     m, n = x.shape[0], weight.shape[0]
     return not _is_exporting() and n == 64 * getattr(norm, "num_groups", 0) and m * n >= 2048 * (m + n)
@@ -1373,8 +1387,8 @@ def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
     widths = (16, 32, 64, 128) if h.is_cpu else (8, 16, 32, 64, 128)  # on a CPU groups of 8 are slower than PyTorch's
     if n % groups != 0 or n // groups not in widths or n > _MOST:
         return False
-    # So are groups of 16 in float32, unless h is so small that the host counts, or so large that memory does. An
-    # exported program is for any number of rows.
+    # Float32 groups of 16 are slower, too, unless h is so small that Python's overhead dominates, or so large that
+    # memory bandwidth does. An exported program is for any number of rows.
     slow = h.is_cpu and n == 16 * groups and h.dtype == torch.float32 and not _is_exporting()
     return not (slow and 2**13 <= h.shape[0] * n < 2**19)
 
@@ -1416,8 +1430,8 @@ class LinearSwishGroupNorm(torch.autograd.Function):
         else:
             x, weight, _, bias, gamma, _ = tensors
             g, of_vectors = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
-            dx = _gradient(g, weight, False, ctx.by_pieces) if needs[0] else None
-            dw = _gradient(g, x, True, ctx.by_pieces) if needs[1] else None
+            dx = _gradient_product(g, weight, False, ctx.by_pieces) if needs[0] else None
+            dw = _gradient_product(g, x, True, ctx.by_pieces) if needs[1] else None
             gradients = dx, dw, *of_vectors
         return *(t if need else None for t, need in zip(gradients, needs)), None, None, None, None
 

@@ -8,17 +8,17 @@
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-There are two paths. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, also under autocast, with at
-most 8 input and 32 output channels, of a contiguous x, bias and scale (out_channels, 1, 1) (`are_valid`, in C++),
-stride 1, no padding, and an eps of at least 1e-6 (`_is_usual`, in Python). The image's width is even and at most 352,
-its height is at most 2 + twice the number of multiprocessors, and the output has a multiple of 4 pixels. With gradients
-the width is at most 256, and the output has at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the
-reasons). The plain path takes everything else. It is the Model's own layers or, where C++ decides, the same operators
-called from there.
+There are two paths. Our kernels take 3x3 convolutions of at most 8 input and 32 output channels, in float32, float16 or
+bfloat16, also under autocast. x and the weight are contiguous, and bias and scale have the shape (out_channels, 1, 1)
+(`are_valid`, in C++). The stride is 1, there is no padding, and eps is at least 1e-6 (`_is_usual`, in Python). There
+are fewer than 2^25 samples. The image's width is even, from 4 to 352, its height is at most 2 + twice the number of
+multiprocessors, and the output has a multiple of 4 pixels. With gradients the width is at most 256, and the output has
+at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It
+is the Model's own layers or, where C++ decides, the same operators called from there.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
-gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward is two large kernels and
-three small ones. The gradient of h is never written to global memory.
+gradients it is the same kernel. It then saves x, the parameters, and 34 words a group: its totals (32), mean and rstd.
+The backward is two large kernels and three small ones. The gradient of h is never written to global memory.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.26 TB/s of a copy on the device. By `python harness.py
@@ -101,20 +101,24 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale. To use another, change this part, `plain` in C++, and `_activate` in
-// Python. There are two formulas. The forward computes `Held::u`, from which v follows. The backward gets v and dv/dz
-// from `activation_and_slope`. Both take t = kFactor * z, and differ for float32 and 16-bit types. The kernels rely on:
-//   - In the forward v is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
-//     v, and computes the values again. If v lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
+// The activation v of z = (h + bias) * scale. To use another, change this part, `plain` and the `#include` of its
+// operator in C++, and `_activate` in Python; then look at registers and spills (ConvConfig). There are two formulas.
+// The forward computes `Held::u`, from which v follows. The backward gets v and dv/dz from `activation_and_slope`. Both
+// take t = kFactor * z, and differ for float32 and 16-bit types. (u may be v for both.) The kernels rely on:
+//   - In the forward u is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
+//     u, and computes the values again. If u lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
 //     and __saturatef drop a NaN, so the forward's formula may not use them. A hard sigmoid or ReLU6 is cut off by
-//     v < kLowest ? kLowest : v, which keeps a NaN. (The backward's formula may use fminf.)
-//   - v lies in [kLowest, kHighest]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range
-//     that is too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too
-//     wide only costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
+//     v < kVMin ? kVMin : v > kVMax ? kVMax : v, which keeps a NaN. (The backward's formula may use fminf.)
+//   - v lies in [kVMin, kVMax]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range that is
+//     too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too wide only
+//     costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
 //   - v and dv/dz are finite at t = 0: `make_dh` computes both there for channels that do not exist.
-//   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and finish_groups scales dh by that.
+//   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and finish_groups chooses dh_scale by a
+//     bound that contains it. dv/dz may be 0 in a whole channel. It may also be large, but prepare_scales only bounds
+//     the error of z, and that of v is dv/dz times as large.
 
-constexpr float kLowest = 0.0f, kHighest = 1.0f;
+template <typename T> constexpr bool kIs16Bit = sizeof(T) == 2;  // float16 or bfloat16; else T is float
+constexpr float kVMin = 0.0f, kVMax = 1.0f;
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -127,20 +131,19 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     return v;
 }
 // The forward holds u in place of v. For float32 u is v itself. For 16-bit types u is tanh(z / 2), and v = 1/2 + u / 2.
-// The tanh is one instruction of the special-function unit, where v takes two, and `gather` puts the two halves into
-// the norm's factors. With tanh.approx v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX
-// guarantees 2^-12). Eager rounds v, which may lose more: half a step is 2^-19 or more in bfloat16 where v >= 2^-11
-// (z >= -7.6), 2^-17 or more in float16 where v >= 2^-6. A smaller v may be less exact than eager's; below 2^-11 it is
-// off by up to 2^-19.7.
+// The tanh is one instruction of the special-function unit, where v takes two, and `compute_norms` puts the two halves
+// into the norm's factors. With tanh.approx v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX
+// guarantees 2^-12). Eager rounds v to 16 bits, which costs up to half a step. That is 2^-17 or more, and so more than
+// ours is off, in bfloat16 where v >= 2^-9 (z >= -6.2), and in float16 where v >= 2^-6 (z >= -4.1). A smaller v may be
+// less exact than eager's. If it is below 2^-11, it is off by up to 2^-19.7.
 template <typename T> struct Held {
-    static constexpr bool kTanh = sizeof(T) == 2;
-    static constexpr float kFactor = kTanh ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
-    static constexpr float kScale = kTanh ? 0.5f : 1.0f, kShift = kTanh ? 0.5f : 0.0f;  // v = kScale * u + kShift
-    static constexpr float kLeast = (kLowest - kShift) / kScale;  // of u, as kMost and kRange are
-    static constexpr float kMost = (kHighest - kShift) / kScale;
-    static constexpr double kRange = double(kMost) - kLeast;
+    static constexpr float kFactor = kIs16Bit<T> ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
+    static constexpr float kVPerU = kIs16Bit<T> ? 0.5f : 1.0f, kVOffset = kIs16Bit<T> ? 0.5f : 0.0f;
+    static constexpr float kUMin = (kVMin - kVOffset) / kVPerU;  // as v = kVPerU * u + kVOffset
+    static constexpr float kUMax = (kVMax - kVOffset) / kVPerU;
+    static constexpr double kURange = double(kUMax) - kUMin;
     static __device__ __forceinline__ float u(float t) {
-        if (!kTanh) return activation(t);
+        if (!kIs16Bit<T>) return activation(t);
         float u;
         asm("tanh.approx.f32 %0, %1;" : "=f"(u) : "f"(t));
         return u;
@@ -150,7 +153,7 @@ template <typename T> struct Held {
 // v and 1 - v, and 1 - v is computed as 2^t v, because the difference would lose digits.
 struct ActivationAndSlope { float v, slope; };
 template <typename T> __device__ __forceinline__ ActivationAndSlope activation_and_slope(float t) {
-    const float v = fmaf(Held<T>::kScale, Held<T>::u(t), Held<T>::kShift);
+    const float v = fmaf(Held<T>::kVPerU, Held<T>::u(t), Held<T>::kVOffset);
     return {v, fmaf(-v, v, v)};
 }
 template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<float>(float t) {
@@ -161,27 +164,27 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward. A team of blocks computes a sample, each block a band of the output's rows. The teams take the samples
-// in turn. A block reads the x of its band once, computes v, and keeps v in shared memory until the sums of all the
-// sample's bands are known. Then it writes its band of the output. A place is shared memory for v of one sample's band.
-// A block has three places, or two if the image is wide: while it writes one sample, it computes the next. A task is
-// what a warpgroup computes at a time: 64 columns of an output row or, in 16 bits, of two rows, with all channels.
-// wgmma's operands have 16 bits here, so a float32 value is split in two: hi is the value rounded to fp16, and lo is
-// value - hi, rounded to fp16 too. What both leave, value - (hi + lo), is called the value's rest. A block's warps have
-// the following roles. Names in _empty and _full are mbarriers, and "its turn" is a warpgroup's turn to issue wgmma.
+// in turn. A block reads the x of its band once, computes v, and holds it in shared memory, as u (see Held), until the
+// sums of all the sample's bands are known. Then it writes its band of the output. A stage of held values is shared
+// memory for one sample's band. A block has three, or two if the image is wide: while it writes one sample, it computes
+// the next. A task is what a warpgroup computes at a time: 64 columns of an output row or, in 16 bits, of two rows, of
+// all channels. wgmma's operands have 16 bits here, so a float32 value is split: hi is the value rounded to fp16, and
+// lo is value - hi, rounded to fp16 too. What both leave, value - (hi + lo), is called the value's rest. A block's
+// warps have these roles. Names in _empty and _full are mbarriers; "its turn" is a warpgroup's turn to issue wgmma.
 //
-//   who, and what it does                                   waits for                          signals
-//   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
-//   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
-//   post:      sums -> the sample's totals in L2            v_full                             norm_full
-//   gather:    totals -> mean, rstd -> norm of channels     totals of all bands                norm_full
-//   write:     v -> output                                  norm_full                          v_empty
+//   who, and what it does                                     waits for                       signals
+//   produce_x:      x -> fp16 hi, lo in shared memory         x_empty                         x_full
+//   convolve:       wgmma, activation -> u, sums of channels  x_full, its turn, held_empty    x_empty, held_full
+//   publish_sums:   sums -> the sample's totals in L2         held_full                       norm_full
+//   compute_norms:  totals -> mean, rstd -> norm of channels  totals of all bands             norm_full
+//   write:          u -> output                               norm_full                       held_empty
 //
-//   global x --bring--> x --convolve--> v (2 or 3 places) -----------------------write--> global output
-//              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
-//                                            1 warp         (L2)   1 warp
+//   global x --produce_x--> x --convolve--> u (2 or 3 stages) -------------------------------------write--> output
+//               8 warps         16 warps    `-> sums -publish_sums-> totals -compute_norms-> norm -^ 6 warps
+//                                                        1 warp      in L2      1 warp
 //
-// The backward launches the same kernel with NORMALIZE false. Then h + bias is in the places of v, and
-// write_and_measure, which replaces the last three roles, writes it, rounded to x's type, as eager's is.
+// The backward launches the same kernel with NORMALIZE false. Then the held values are h + bias, not u, and
+// write_and_measure, which replaces the last three roles, writes them, rounded to x's type, as eager's are.
 //
 // `convolve` uses wgmma m64n64k16: A has 64 rows, B has 64 columns, a pixel each, and K = 16 is two taps of 8 input
 // channels. A tap is one of the 3 x 3 weights: tap 3 ky + kx is that of row ky and column kx. A task takes several
@@ -195,16 +198,16 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // B is x, in shared memory: a plane of hi and a plane of lo, with 16 bytes a pixel, its 8 channels. For another tap B
 // starts at another pixel. A thread gets an output's sum with the weights' hi and its sum with their lo, and adds the
 // two. All four products of hi and lo are computed, so the sums are about as accurate as float32's. They lack only the
-// rests. As fp16 has 11 bits, hi leaves at most 2^(e - 11) of a value in [2^e, 2^(e + 1)), and hi + lo 2^(e - 23). That
-// counts where few terms, of very different sizes, are added: with one and two input channels errors were 2.4 and 2.2
-// times eager's. So with n <= 4 input channels the 8 - n unused ones add products of rests, as far as they go (for the
-// last product n = 3 leaves two channels, and n = 4 none):
+// rests. As fp16 has 11 bits, hi leaves at most 2^(e - 11) of a value in [2^e, 2^(e + 1)), and hi + lo 2^(e - 23).
+// These rests matter where a sum has few terms of very different sizes: without them, errors with one and two input
+// channels were 2.4 and 2.2 times eager's. With n <= 4 input channels, 8 - n of the eight channels of A and B are
+// unused. They hold products with a rest, as many as fit (of the last n = 3 has room for two channels, n = 4 for none):
 //
 //     channels        0 to n - 1     n to 2 n - 1      2 n to 3 n - 1     others, up to 7
 //     product         w * x          w * rest_of(x)    rest_of(w) * x     0
 //
-// All this is for float32. For 16-bit types x and the weights are operands as they are, fp16 or bf16, and there is one
-// product, not four. The eight rows that hold lo above then hold the same channels' weights for the next output row:
+// With 16-bit types wgmma's shape, K and B are the same, but x and the weights are operands as they are. There is one
+// product, not four. The eight rows that hold lo above hold the same channels' weights for the next output row:
 //
 //     rows 16 w + 0 to 7                     weights of the task's upper row: its taps lie in rows 0 to 2 of x
 //     rows 16 w + 8 to 15                    weights of its lower row: the same taps, in rows 1 to 3 of x
@@ -213,52 +216,54 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // of x, and its plane is a second stage of x: it holds another sample's. (With two rows a task and two stages the
 // benchmark's forward in bfloat16 took 0.92 of the time. Such factors and percentages are from an H100 or H200.)
 //
-// `bring` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
+// `produce_x` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
 // overflows fp16, sums become NaN, and the warp computes its values again in float32 (convolve_again).
 //
 // Where the user allows TF32, float32 is computed in the same way. With so few channels eager's convolution is then as
 // accurate as without TF32, so a single product of TF32 or fp16 would fall behind it.
 
-constexpr int kTaskPixels = 64;  // of one row: the n of a task's wgmma
-constexpr int kProducers = 2;  // warpgroups of `bring`
-constexpr int kMostConsumers = 4;  // warpgroups of `convolve`
+constexpr int kTaskColumns = 64;  // of one output row: the n of a task's wgmma
+constexpr int kDRegisters = kTaskColumns * 64 / 128;  // a thread's part of wgmma's sums, 64 rows in 128 threads
+constexpr int kProducers = 2;  // warpgroups of `produce_x`
+constexpr int kMaxConsumers = 4;  // warpgroups of `convolve`
 constexpr int kThreads = 1024;  // of a block: 8 warpgroups
-constexpr int kMostIn = 8, kMostOut = 32;  // channels
+constexpr int kMaxInChannels = 8, kMaxOutChannels = 32;  // channels
 // 8-byte words from one group's totals to the next. These 256 bytes give each group cache lines of its own, because L2
 // executes atomics to one cache line one after the other.
 constexpr int kTotalsStride = 32;
-constexpr int kMostPlaces = 3;  // samples whose v a block can hold at once: three, or two of wider images
-template <typename T> using Operand = std::conditional_t<sizeof(T) == 4, __half, T>;  // of wgmma
+constexpr int kMaxHeldStages = 3;  // samples whose values a block can hold at once: three, or two of wider images
+template <typename T> using Operand = std::conditional_t<kIs16Bit<T>, T, __half>;  // of wgmma
 // What differs between 16-bit types (one product) and float32 (four), and between the forward (NORMALIZE) and the
 // backward's launch.
-template <typename T, bool NORMALIZE> struct Shape {
-    static constexpr bool kOneProduct = sizeof(T) == 2;
-    static constexpr int kTaskRows = kOneProduct ? 2 : 1;  // output rows of a task
-    static constexpr int kStages = kOneProduct ? 2 : 1;  // of x in shared memory
-    static constexpr int kLoadPixels = kOneProduct ? 2 : 1;  // pixels that `bring` loads at once
-    static constexpr int kFragments = kOneProduct ? 6 : 5;  // of A, each of two taps; the last of five has tap 8 twice
-    // The wgmmas of a task; each takes two taps. Of 16-bit types 4 x 3 taps, of float32 9 of x's hi and 9 of its lo.
-    static constexpr int kProducts = kOneProduct ? 6 : 9;
+template <typename T, bool NORMALIZE> struct ConvConfig {
+    static constexpr int kTaskRows = kIs16Bit<T> ? 2 : 1;  // output rows of a task
+    static constexpr int kXStages = kIs16Bit<T> ? 2 : 1;  // of x in shared memory
+    static constexpr int kLoadPixels = kIs16Bit<T> ? 2 : 1;  // pixels that `produce_x` loads at once
+    static constexpr int kFragments = kIs16Bit<T> ? 6 : 5;  // of A, each of two taps; the last of five has tap 8 twice
+    // wgmmas of a task, of two taps each. 16-bit types: 4 x 3 = 12 taps. Float32: 9 taps with x's hi and 9 with its lo.
+    static constexpr int kWgmmas = kIs16Bit<T> ? 6 : 9;
     static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups; 3 in the forward took 1.006 of the time
-    static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; in the forward `post` and `gather` are two more
-    static constexpr int kConsumerRegisters = kOneProduct ? 88 : 80;  // of a thread, as the next two; no spills
-    static constexpr int kProducerRegisters = kOneProduct ? 40 : 56;
-    static constexpr int kWriterRegisters = NORMALIZE ? 40 : kOneProduct ? 64 : 56;
+    static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; the forward has two more, see its table
+    static constexpr int kConsumerRegisters = kIs16Bit<T> ? 88 : 80;  // of a thread, as the next two; no spills
+    static constexpr int kProducerRegisters = kIs16Bit<T> ? 40 : 56;
+    static constexpr int kWriterRegisters = NORMALIZE ? 40 : kIs16Bit<T> ? 64 : 56;
     static constexpr int kOthers = kThreads / 128 - kConsumers - kProducers;  // warpgroups
     static_assert(
         kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + kOthers * kWriterRegisters <= 65536 / 128,
         "the consumers take the registers that the others give");
 };
 
-// Of a group. The mean is mean + mean_error, to some 48 bits.
+// A group's statistics, of v. The exact mean is stored as two floats, mean + mean_error: some 48 bits together.
 struct alignas(16) Statistics { float mean, mean_error, rstd, unused; };
+// What write_and_measure finds for a band of a channel: the sums of grad and of grad * (v - mean), and two maxima.
+struct alignas(16) BandMeasures { float grad_sum, product_sum, max_grad, max_slope; };  // of |grad| and of dv/dz
 
 // Sizes, and what plan_forward makes of them.
 struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
     int bands, band_rows, teams;  // band_rows: rows of every band but the last, which may have fewer
-    int places;  // of v in shared memory, each for a sample
-    int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of x's hi, or of a stage of x
+    int held_stages;  // stages of held values in shared memory, each for a sample
+    int held_plane, x_plane;  // in shared memory: a channel's held floats; pixels of x's hi, or of a stage of x
 };
 // The benchmark's sizes, in Plan's order, and what plan_forward makes of them with 127 to 253 multiprocessors. As
 // compile-time constants they save 4% of the time.
@@ -271,48 +276,49 @@ struct ConvArguments : Plan {
     const void* x;  // of T
     void* out;  // of T: the output or, when the backward launches, h + bias
     const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
-    unsigned long long* totals;  // (samples, groups, kTotalsStride); the first two are used: of `post`'s s and s^2
+    unsigned long long* totals;  // (samples, groups, kTotalsStride), of which two are used: of s and s^2
     Statistics* statistics;  // (samples, groups), behind the totals
-    // The next four are the backward's. (samples) each: the bits of the largest |x|, and 1 if convolve_again ran.
-    uint32_t *largest, *remade;
+    // Only the backward uses the next four members. `largest` and `recomputed` have one word a sample: the largest |x|,
+    // as a float's bits, and whether convolve_again ran.
+    uint32_t *largest, *recomputed;
     const void* grad;  // of T: the gradient of the output
-    float4* measured;  // (samples, out_channels, bands): see write_and_measure
+    BandMeasures* band_measures;  // (samples, out_channels, bands)
     float eps;
     double to_fixed, from_fixed;  // powers of two: factors of a sum when it is added to a total, and when it is read
 };
 
 struct Norm { float middle, factor, offset; };  // output = (u - middle) * factor + offset. In float32 middle is 0
-struct Deviations { float anchor, sum, square; };  // sums of v - anchor and of its square: see anchor_of
-struct Moments { float mean, square; };  // of a warpgroup's v of a channel: the mean, and the sum of (v - mean)^2
-struct Scales { float weight[kMostOut], input; };  // powers of two: factors of a channel's weights, and of x
+struct Deviations { float anchor, sum, square; };  // held values: sums of value - anchor and of its square (anchor_of)
+struct Moments { float mean, square; };  // of a warpgroup's held values of a channel: mean, sum of (value - mean)^2
+struct Scales { float weight[kMaxOutChannels], input; };  // powers of two: factors of a channel's weights, and of x
 
-struct alignas(128) ConvShared {  // in static shared memory. Dynamic shared memory has x and, after it, v's places
-    Moments moments[kMostPlaces][kMostConsumers][kMostOut];
-    Norm norm[kMostPlaces][kMostOut];
-    int counts[kMostPlaces][kMostConsumers];  // how many values of a channel are in `moments`
+struct alignas(128) ConvShared {  // in static shared memory. Dynamic shared memory: x, then held values
+    Moments moments[kMaxHeldStages][kMaxConsumers][kMaxOutChannels];
+    Norm norm[kMaxHeldStages][kMaxOutChannels];
+    int counts[kMaxHeldStages][kMaxConsumers];  // how many values of a channel are in `moments`
     Scales scales;
-    // mbarriers. All threads of the roles that signal one arrive at it once a sample, which completes a phase. v_empty
-    // also frees moments, counts and norm.
-    uint64_t x_full[2], x_empty[2], v_full[kMostPlaces], norm_full[kMostPlaces], v_empty[kMostPlaces];
+    // mbarriers. All threads of the roles that signal one arrive at it once a sample, which completes a phase.
+    // held_empty also frees moments, counts and norm.
+    uint64_t x_full[2], x_empty[2], held_full[kMaxHeldStages], norm_full[kMaxHeldStages], held_empty[kMaxHeldStages];
 };
-static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
+static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and held values leave of 227 KiB");
 
 // The rows of the output that a block computes. A line is kTaskRows of them. Task i is 64 columns of line i % lines,
 // from column i / lines * 64 on.
 struct Band { int first_row, rows, lines, tasks; };
 
-// Where a role is in its loop over the team's samples: the sample, the stage of its x, the place of its v, and the
-// parities of the mbarriers. A role that waits for an `empty` barrier gives the other parity, at first 1. Of a new
-// mbarrier that phase counts as complete, so the wait returns at once. A role that does not touch x needs no stage.
-template <int STAGES = 1> struct SampleCursor {
-    int sample = blockIdx.y, place = 0, stage = 0;
-    uint32_t x_parity = 0, parity = 0;
+// Where a role is in its loop over the team's samples: the sample, the stages of its x and of its held values, and the
+// parities of their mbarriers. A wait for an `empty` barrier uses the opposite parity, which is 1 the first time. On a
+// new mbarrier a wait for parity 1 returns at once, so all stages start empty. A role without x needs no x_stage.
+template <int X_STAGES = 1> struct SampleCursor {
+    int sample = blockIdx.y, held_stage = 0, x_stage = 0;
+    uint32_t x_parity = 0, held_parity = 0;
     __device__ __forceinline__ void next(const ConvArguments& p) {
         sample += p.teams;
-        stage = (stage + 1) % STAGES;
-        x_parity ^= stage == 0;
-        place = place == p.places - 1 ? 0 : place + 1;
-        parity ^= place == 0;
+        x_stage = (x_stage + 1) % X_STAGES;
+        x_parity ^= x_stage == 0;
+        held_stage = held_stage == p.held_stages - 1 ? 0 : held_stage + 1;
+        held_parity ^= held_stage == 0;
     }
 };
 
@@ -326,14 +332,15 @@ template <int STAGES = 1> struct SampleCursor {
 // in the same word, without a flag or a fence. Eight bits are enough for a count: a sample has no more bands than the
 // GPU has multiprocessors, of which a Hopper has at most 144.
 //
-// What happens if v leaves the range from kLowest to kHighest: a negative sum counts as 0, and the mean is wrong. A sum
-// of 2^48, 2 to 4 times the largest, carries into the count of non-finite bands, and the result is NaN. A sum of 2^56,
-// some 2^9 times the largest, carries into the count of bands, which then never is the full number: the kernel hangs.
-constexpr int kTermsBit = 56, kStrangeBit = 48;  // the lowest bits of the two counts: bands added, and not finite
+// If v leaves the range from kVMin to kVMax, a negative sum counts as 0, and the mean is wrong. A sum of 2^48, 2 to 4
+// times the largest, carries into the count of non-finite bands, and the result is NaN. A sum of 2^56, some 2^9 times
+// the largest, carries into the count of bands. As the bands arrive one by one, a poll may then see the full number too
+// early, and the sums are wrong, or never, and the kernel hangs.
+constexpr int kBandCountBit = 56, kNonFiniteCountBit = 48;  // the two counts' lowest bits
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
-    unsigned long long term = 1ull << kTermsBit;
+    unsigned long long term = 1ull << kBandCountBit;
     if (isfinite(sum)) term += __double2ull_rn(fmax(sum, 0.0) * to_fixed);
-    else term += 1ull << kStrangeBit;
+    else term += 1ull << kNonFiniteCountBit;
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" : : "l"(total), "l"(term) : "memory");
 }
 // Waits until both totals of a group are complete, and returns them. One load reads both: with two, one after the
@@ -342,48 +349,48 @@ __device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* fro
     while (true) {
         ulonglong2 two;
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
-        const bool complete = int(two.x >> kTermsBit) == bands && int(two.y >> kTermsBit) == bands;
+        const bool complete = int(two.x >> kBandCountBit) == bands && int(two.y >> kBandCountBit) == bands;
         if (complete) return two;
-        // 20 ns. A poll takes 600 ns or more, and delays the other blocks' atomics in L2. Without this pause float32
-        // takes 1.015 of the time and bfloat16 0.99. With 100 ns both take 1.00.
+        // Sleeps 20 ns between polls: a poll takes at least 600 ns, and delays the other blocks' atomics in L2. Without
+        // the pause float32 takes 1.015 of the time, and bfloat16 0.99. A pause of 100 ns changes neither.
         __nanosleep(20);
     }
 }
 __device__ __forceinline__ double sum_of_total(unsigned long long word) {
-    const bool all_finite = (word >> kStrangeBit & 255) == 0;
-    const unsigned long long sum = word & ((1ull << kStrangeBit) - 1);
+    const bool all_finite = (word >> kNonFiniteCountBit & 255) == 0;
+    const unsigned long long sum = word & ((1ull << kNonFiniteCountBit) - 1);
     return all_finite ? double(sum) : NAN;
 }
 
 // The descriptor of B, K-major, for a task's wgmma number k. Its fields count units of 16 bytes, which are pixels:
-//     bits  0 to 13   start address: x_at, where the task's first pixel lies, plus the way to the first of the two taps
-//     bits 16 to 29   leading byte offset: from the first tap to the second
+//     bits  0 to 13   start address: x_address16, where the task's first pixel lies, plus the way to the first tap
+//     bits 16 to 29   leading byte offset: from the first of the two taps to the second
 //     bits 32 to 45   stride byte offset: from 8 pixels to the next 8
 //     bits 62, 63     0: no swizzle
 // 14 bits are enough for an address, as 227 KiB are 14528 pixels. Of float32's nine wgmmas 0 to 3 take x's lo, as
 // small terms come first, and 5 to 8 its hi. Number 4 takes the last tap, of hi and of lo.
-template <bool ONE_PRODUCT> __device__ __forceinline__ uint64_t pixel_descriptor(
-    const ConvArguments& p, int k, uint32_t x_at) {
+template <typename T> __device__ __forceinline__ uint64_t pixel_descriptor(
+    const ConvArguments& p, int k, uint32_t x_address16) {
     const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
-    const int tap = ONE_PRODUCT || k < 5 ? 2 * k : 2 * (k - 5);
-    const int to_plane = !ONE_PRODUCT && k < 4 ? p.x_plane : 0;
-    const uint32_t leading = !ONE_PRODUCT && k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
+    const int tap = kIs16Bit<T> || k < 5 ? 2 * k : 2 * (k - 5);
+    const int to_plane = !kIs16Bit<T> && k < 4 ? p.x_plane : 0;
+    const uint32_t leading = !kIs16Bit<T> && k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
     const uint64_t stride = 128 / 16;
-    return stride << 32 | (x_at + ((leading << 16) + to_plane + pixels_to(tap)));
+    return stride << 32 | (x_address16 + ((leading << 16) + to_plane + pixels_to(tap)));
 }
 
-// d = a * b + (keep ? d : 0), by a warpgroup: 64 rows, 64 columns, 16 of K. a is in registers, b a descriptor. The last
-// three constants of the instruction: a and b are not negated, and b is not transposed (K-major).
+// d = a * b + (accumulate ? d : 0), by a warpgroup: 64 rows, 64 columns, 16 of K. a is in registers, b a descriptor.
+// The last three constants of the instruction: a and b are not negated, and b is not transposed (K-major).
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-#define WGMMA(type)                                                                                             \
-    asm volatile(                                                                                               \
-        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type      \
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20,"      \
-        " %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;\n}" \
-        : D16(0), D16(16)                                                                                       \
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
-template <typename O> __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b, bool keep) {
+#define WGMMA(type)                                                                                                   \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type         \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20,"   \
+                 " %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}" \
+        : D16(0), D16(16)                                                                                             \
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(accumulate)))
+template <typename O> __device__ __forceinline__ void wgmma(
+    float (&d)[32], const uint4& a, uint64_t b, bool accumulate) {
     if constexpr (std::is_same_v<O, __half>) WGMMA("f16.f16");
     else WGMMA("bf16.bf16");
 }
@@ -438,10 +445,10 @@ __device__ __forceinline__ float rest_of(float v) {  // what hi and lo leave of 
     return lo - __half2float(__float2half_rn(lo));
 }
 // Whether unused channels add products of rests (n <= 4, above). With more channels it would cost 2% and gain little.
-__device__ __forceinline__ bool are_few(int in_channels) { return 2 * in_channels <= kMostIn; }
+__device__ __forceinline__ bool are_few(int in_channels) { return 2 * in_channels <= kMaxInChannels; }
 // Splits a pixel's channels into fp16 hi and lo. Of a value that overflows fp16 these are infinities of opposite signs,
 // so the sums with it are NaN.
-__device__ __forceinline__ void split_pixel(const float (&x)[kMostIn], uint4& hi, uint4& lo) {
+__device__ __forceinline__ void split_pixel(const float (&x)[kMaxInChannels], uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) split_two(x[2 * k], x[2 * k + 1], h[k], l[k]);
@@ -464,25 +471,26 @@ template <typename T> __device__ __forceinline__ float bias_at(const ConvArgumen
 
 // Scales are powers of two. These are the largest exponents. A result is divided by its scale or by the product of two
 // scales, so 1 over these must be a normal float, 2^-126 or more.
-constexpr int kMostScale = 126;  // of any scale
-constexpr int kMostInputScale = 14;  // of scales.input; its least is -14. With 2^14, |x| from 4 on overflows fp16
-constexpr int kMostWeightScale = 110;  // of scales.weight: times scales.input it is at most 2^124
-constexpr int kFp16Exponent = 15;  // of what is scaled for fp16, not of a scale: below 2^15, where fp16 ends at 65504
+constexpr int kMaxScaleExponent = 126;  // of any scale
+constexpr int kMaxInputExponent = 14;  // of scales.input; the least is -14. With 2^14, |x| from 4 on overflows fp16
+constexpr int kMaxWeightExponent = 110;  // of scales.weight: times scales.input it is at most 2^124
+constexpr int kFp16MaxExponent = 15;  // of what is scaled: it stays below 2^15, where fp16 ends at 65504
 
-// The largest power of two, up to 2^most, whose product with `largest` is below 2^15. Infinity counts as 2^127.
-__device__ __forceinline__ float scale_below_overflow(float largest, int most = kMostScale) {
+// The largest power of two, up to 2^max_exponent, whose product with `largest` is below 2^15. Infinity and NaN count as
+// 2^127, and 0 as 1/2.
+__device__ __forceinline__ float scale_below_overflow(float largest, int max_exponent = kMaxScaleExponent) {
     int exponent = 0;
     frexpf(fminf(largest, 0x1p127f), &exponent);  // of infinity frexpf gives no exponent
-    return ldexpf(1.0f, min(most, kFp16Exponent - exponent));
+    return ldexpf(1.0f, min(max_exponent, kFp16MaxExponent - exponent));
 }
 
 // Sets the scales: scales.weight[c] brings the finite weights of output channel c below 2^15, and scales.input is x's
 // factor. All threads call it, and it ends with __syncthreads(). Lane c of the first warp handles channel c.
 //
-// A channel's reach is the most that x can add to its z (or its h) while |x| <= 1: its sum of |w|, times the Model's
-// |scale| (for h times 1). scales.input is 2^e for the largest reach, which is in [2^(e - 1), 2^e). fp16's finest step
-// is 2^-24, so hi + lo may differ from x * 2^e by 2^-25, which is an error of 2^-25 / 2^e in x. It changes z by at most
-// the reach times that, so by 2^-25. A reach below 2^-15 counts as 2^-15, and the change is smaller still.
+// A channel's reach bounds how far x can move its z while |x| <= 1: it is the sum of |w| times the Model's |scale|.
+// (For h the factor is 1.) Let the largest reach be in [2^(e - 1), 2^e); then scales.input is 2^e. fp16's finest step
+// is 2^-24, so hi + lo may be off by 2^-25 from x * 2^e, which is 2^-(25 + e) in x. Times a reach of at most 2^e, that
+// changes z by at most 2^-25. A reach below 2^-15 has e = -14, and 0 has e = 0: the change is smaller still.
 //
 // scales.input is NaN, so that all values are computed in float32, if a reach is above 2^14 or NaN, or a |scale| is
 // above 2^100. (A weight is multiplied by at most 2^110. What fp16 then loses of it, 2^-25 * 2^-110, times a |scale| of
@@ -491,45 +499,45 @@ template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x;
-        const int weights = p.in_channels * 9;
+        const int weight_count = p.in_channels * 9;
         float largest = 0, sum = 0;  // of |w|
-        for (int i = 0; i < weights && c < p.out_channels; ++i) {
-            const float w = fabsf(value_of<T>(p.weight, c * weights + i));
+        for (int i = 0; i < weight_count && c < p.out_channels; ++i) {
+            const float w = fabsf(value_of<T>(p.weight, c * weight_count + i));
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f);
             sum += w;
         }
-        scales.weight[c] = scale_below_overflow(largest, kMostWeightScale);
+        scales.weight[c] = scale_below_overflow(largest, kMaxWeightExponent);
         const float factor = c < p.out_channels ? fabsf(value_of<T>(p.scale, c)) : 0.0f;
         float reach = sum * (NORMALIZE ? factor : fmaxf(factor, 1.0f));  // without NORMALIZE also that of h
         const bool usual = __all_sync(~0u, reach <= 0x1p14f && factor <= 0x1p100f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
-        exponent = max(-kMostInputScale, min(exponent, kMostInputScale));
+        exponent = max(-kMaxInputExponent, min(exponent, kMaxInputExponent));
         if (c == 0) scales.input = usual ? ldexpf(1.0f, exponent) : NAN;
     }
     __syncthreads();
 }
 
-// Stores to shared memory what a thread of `bring` has loaded. In float32 that is a pixel, times scale: fp16 hi and, a
-// plane further on, lo.
+// Stores to shared memory what a thread of `produce_x` has loaded. In float32 that is a pixel, times x_scale: fp16 hi
+// and, x_plane pixels further on, lo.
 __device__ __forceinline__ void store_pixels(
-    uint4* to, const Pack<float, 1> (&x)[kMostIn], float scale, int plane, int in_channels) {
-    float values[kMostIn];
+    uint4* to, const Pack<float, 1> (&x)[kMaxInChannels], float x_scale, int x_plane, int in_channels) {
+    float values[kMaxInChannels];
 #pragma unroll
-    for (int c = 0; c < kMostIn; ++c) values[c] = x[c].value[0] * scale;
+    for (int c = 0; c < kMaxInChannels; ++c) values[c] = x[c].value[0] * x_scale;
     if (are_few(in_channels)) {
 #pragma unroll
-        for (int c = 1; c < kMostIn; ++c) {
+        for (int c = 1; c < kMaxInChannels; ++c) {
             if (unsigned(c - in_channels) < unsigned(in_channels)) values[c] = rest_of(values[c]);
         }
     }
-    split_pixel(values, to[0], to[plane]);
+    split_pixel(values, to[0], to[x_plane]);
 }
 // In 16 bits that is two pixels, as they are. A pack has one channel of both pixels, a word of shared memory two
 // channels of one pixel: 0x5410 puts the low halves of a and b together, 0x7632 the high ones.
 template <typename T>
-__device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kMostIn], float, int, int) {
+__device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kMaxInChannels], float, int, int) {
     uint32_t first[4], second[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -550,7 +558,7 @@ template <typename T> __device__ __forceinline__ uint32_t larger(uint32_t bits, 
     return __vmaxu2(bits, reinterpret_cast<const uint32_t&>(x) & 0x7fff7fff);
 }
 template <typename T> __device__ __forceinline__ uint32_t bits_of_float(uint32_t largest) {
-    if constexpr (sizeof(T) == 4) return largest;
+    if constexpr (!kIs16Bit<T>) return largest;
     const uint16_t bits = max(largest >> 16, largest & 0xffff);
     return __float_as_uint(to_float(reinterpret_cast<const T&>(bits)));
 }
@@ -558,50 +566,53 @@ template <typename T> __device__ __forceinline__ uint32_t bits_of_float(uint32_t
 // Two warpgroups copy the band of x from global to shared memory: of float32 as fp16 hi and lo, of 16-bit types as it
 // is. A thread has every 256th pixel or, in 16 bits, pair of pixels. It loads all channels of four pixels at a time.
 template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
-    using S = Shape<T, NORMALIZE>;
-    fewer_registers<S::kProducerRegisters>();
-    constexpr int kStride = 128 * kProducers * S::kLoadPixels;  // pixels, from a thread's load to its next
-    constexpr int kLoads = 4 / S::kLoadPixels;
-    using Load = Pack<T, S::kLoadPixels>;
-    const int thread = (threadIdx.x - 128 * S::kConsumers) * S::kLoadPixels;  // its first pixel
+__device__ __forceinline__ void produce_x(
+    const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
+    using Config = ConvConfig<T, NORMALIZE>;
+    fewer_registers<Config::kProducerRegisters>();
+    constexpr int kStride = 128 * kProducers * Config::kLoadPixels;  // pixels, from a thread's load to its next
+    constexpr int kLoads = 4 / Config::kLoadPixels;
+    using Load = Pack<T, Config::kLoadPixels>;
+    const int first_pixel = (threadIdx.x - 128 * Config::kConsumers) * Config::kLoadPixels;
     const int pixels = (band.rows + 2) * p.width;
-    const int padded = (band.lines * S::kTaskRows + 2) * p.width;  // a last line of one row reads a row of zeros more
-    const int64_t image = int64_t(p.height) * p.width;
-    const auto band_of = [&](int sample, int channel) {
-        const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
-        return x + (int64_t(sample) * p.in_channels + channel) * image;
+    const int padded = (band.lines * Config::kTaskRows + 2) * p.width;  // a last line of one row reads a row of zeros
+    const int64_t x_pixels = int64_t(p.height) * p.width;
+    const auto x_band_of = [&](int sample, int channel) {
+        const T* const sample_x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
+        return sample_x + (int64_t(sample) * p.in_channels + channel) * x_pixels;
     };
-    const float scale = shared.scales.input;
-    uint32_t are_last = 0;  // bit c: load c + 1 is of channel 0 again, as unused channels repeat the others
-    for (int c = p.in_channels; c < kMostIn; c += p.in_channels) are_last |= 1u << (c - 1);
-    for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
-        const int later = cursor.sample + p.teams;
-        const bool ahead = sizeof(T) == 4 && later < p.samples;  // saves 8% of the time; in 16 bits it would cost 6%
-        if (ahead && thread < p.in_channels) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
+    const float x_scale = shared.scales.input;
+    // Bit c: channel c is the last before a repeat, and the next load is of channel 0. Unused channels hold copies.
+    uint32_t are_last = 0;
+    for (int c = p.in_channels; c < kMaxInChannels; c += p.in_channels) are_last |= 1u << (c - 1);
+    for (SampleCursor<Config::kXStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
+        const int next_sample = cursor.sample + p.teams;
+        // By thread c, whose first pixel is c, for channel c. Saves 8% of float32's time; in 16 bits it would cost 6%.
+        const bool ahead = !kIs16Bit<T> && next_sample < p.samples && first_pixel < p.in_channels;
+        if (ahead) prefetch_to_l2(x_band_of(next_sample, first_pixel), pixels * sizeof(T));
         uint32_t largest = 0;
 #pragma unroll 1
-        for (int begin = thread; begin - thread < padded; begin += kLoads * kStride) {
-            Load raw[kLoads][kMostIn];
-            const T* const first = band_of(cursor.sample, 0) + begin;
+        for (int begin = first_pixel; begin - first_pixel < padded; begin += kLoads * kStride) {
+            Load raw[kLoads][kMaxInChannels];
+            const T* const first = x_band_of(cursor.sample, 0) + begin;
             const T* from = first;
 #pragma unroll
-            for (int c = 0; c < kMostIn; ++c) {
+            for (int c = 0; c < kMaxInChannels; ++c) {
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i) {
                     raw[i][c] = {};
                     if (begin + i * kStride >= pixels) continue;
                     raw[i][c] = load_pack(reinterpret_cast<const Load*>(from + i * kStride));
                 }
-                from = are_last >> c & 1 ? first : from + image;
+                from = are_last >> c & 1 ? first : from + x_pixels;
             }
-            if (begin == thread) mbarrier_wait(&shared.x_empty[cursor.stage], cursor.x_parity ^ 1);
-            uint4* const to = reinterpret_cast<uint4*>(x) + cursor.stage * p.x_plane + begin;
+            if (begin == first_pixel) mbarrier_wait(&shared.x_empty[cursor.x_stage], cursor.x_parity ^ 1);
+            uint4* const to = reinterpret_cast<uint4*>(x) + cursor.x_stage * p.x_plane + begin;
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 for (const Load& load : raw[i]) largest = larger(largest, load);
                 if (begin + i * kStride >= padded) continue;
-                store_pixels(to + i * kStride, raw[i], scale, p.x_plane, p.in_channels);
+                store_pixels(to + i * kStride, raw[i], x_scale, p.x_plane, p.in_channels);
             }
         }
         if constexpr (!NORMALIZE) {
@@ -609,14 +620,14 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
             if (threadIdx.x % 32 == 0) atomicMax(p.largest + cursor.sample, largest);
         }
         fence_async_proxy();  // so that wgmma, which reads by the async proxy, sees this thread's stores
-        mbarrier_arrive(&shared.x_full[cursor.stage]);
+        mbarrier_arrive(&shared.x_full[cursor.x_stage]);
     }
 }
 
 // A thread subtracts an anchor from its values d before it adds them up, so that the sums lose few digits. The anchor
 // is the mean of its first eight values of a sample, or of those that exist. (A single value may be far from the
 // others.) valid(j, r) says whether the thread's pair in the j-th eight pixels of row r exists.
-template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kTaskPixels / 2], V valid) {
+template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kDRegisters], V valid) {
     float sum = 0;
     int count = 0;
 #pragma unroll
@@ -629,27 +640,26 @@ template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const
     return count == 8 ? 0.125f * sum : sum / max(count, 1);
 }
 
-// Computes a warp's values of a sample again, in plain float32. A thread has the pixels and the channel that it has in
-// `convolve`.
+// Computes a warp's values of a sample again, in plain float32. A thread has the pixels and the channel of `convolve`.
 template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void convolve_again(
-    const ConvArguments& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& deviations) {
-    using S = Shape<T, NORMALIZE>;
-    const T* const image = static_cast<const T*>(p.x) + int64_t(sample) * p.in_channels * (p.height * p.width);
+__device__ __forceinline__ void convolve_again(const ConvArguments& p, const Band& band, int sample, int first_task,
+    int c, float* own_held, Deviations& deviations) {
+    using Config = ConvConfig<T, NORMALIZE>;
+    const T* const x_sample = static_cast<const T*>(p.x) + int64_t(sample) * p.in_channels * (p.height * p.width);
     deviations.sum = deviations.square = 0;
 #pragma unroll 1
-    for (int task = first_task; task < band.tasks; task += S::kConsumers) {
-        const int column = task / band.lines * kTaskPixels;
+    for (int task = first_task; task < band.tasks; task += Config::kConsumers) {
+        const int column = task / band.lines * kTaskColumns;
 #pragma unroll 1
-        for (int i = 0; i < S::kTaskRows * kTaskPixels / 4; ++i) {
-            const int row = task % band.lines * S::kTaskRows + i / (kTaskPixels / 4);
-            const int offset = i % (kTaskPixels / 4) / 2 * 8 + i % 2;
+        for (int i = 0; i < Config::kTaskRows * kTaskColumns / 4; ++i) {
+            const int row = task % band.lines * Config::kTaskRows + i / (kTaskColumns / 4);
+            const int offset = i % (kTaskColumns / 4) / 2 * 8 + i % 2;
             const int x_column = column + threadIdx.x % 4 * 2 + offset;
             const bool valid = c < p.out_channels && x_column < p.columns && row < band.rows;
             float h = 0;
 #pragma unroll 1
             for (int k = 0; k < p.in_channels * 9 && valid; ++k) {
-                const T* const x = image + (k / 9 * p.height + band.first_row + row) * p.width + x_column;
+                const T* const x = x_sample + (k / 9 * p.height + band.first_row + row) * p.width + x_column;
                 h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at<T>(p, c, k / 9, k % 9), h);
             }
             float value = valid ? h + bias_at<T>(p, c) : 0.0f;
@@ -659,7 +669,7 @@ __device__ __forceinline__ void convolve_again(
                 deviations.anchor = 0.25f * sum_of_lanes(valid ? value : first, 4);
             }
             if (!valid) continue;
-            v[row * p.columns + column + offset] = value;
+            own_held[row * p.columns + column + offset] = value;
             const float difference = value - deviations.anchor;
             deviations.sum += difference;
             deviations.square = fmaf(difference, difference, deviations.square);
@@ -667,72 +677,71 @@ __device__ __forceinline__ void convolve_again(
     }
 }
 
-// Which of a warp's eight channels a row of A has. In this order the float2 stores of half a warp to v have no bank
-// conflicts: it stores 8 floats of each of four channels, all even or all odd, whose planes of v are 8 modulo 16 apart.
+// Which of a warp's eight channels a row of A has. In this order the float2 stores of half a warp to the held values
+// have no bank conflicts: it stores 8 floats of each of four channels, all even or all odd, 8 modulo 16 floats apart.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
 // A thread's fragments of A. A register has the weights of output channel c and two input channels. Of a step's four,
 // .x and .y are of its first tap, .z and .w of its second. In float32 .x and .z are hi, .y and .w lo. In 16 bits .x and
 // .z are of the task's upper output row, with taps in rows 0 to 2 of x; .y and .w are of its lower, with rows 1 to 3.
 template <typename T, int FRAGMENTS>
-__device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[FRAGMENTS]) {
+__device__ __forceinline__ void load_weights(const ConvArguments& p, float weight_scale, int c, uint4 (&a)[FRAGMENTS]) {
     const int in = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int step = 0; step < FRAGMENTS; ++step) {
         uint32_t words[4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if constexpr (sizeof(T) == 2) {
+        for (int tap_index = 0; tap_index < 2; ++tap_index) {
+            if constexpr (kIs16Bit<T>) {
 #pragma unroll
                 for (int row = 0; row < 2; ++row) {
-                    const int tap = 2 * step + half - 3 * row;
+                    const int tap = 2 * step + tap_index - 3 * row;
                     const bool exists = tap >= 0 && tap < 9;
                     const auto weight = [&](int in) {
-                        return from_float<Operand<T>>(exists ? weight_at<T>(p, c, in, tap) * scale : 0.0f);
+                        return from_float<Operand<T>>(exists ? weight_at<T>(p, c, in, tap) * weight_scale : 0.0f);
                     };
                     const Pack<Operand<T>, 2> two = {weight(in), weight(in + 1)};
-                    words[2 * half + row] = reinterpret_cast<const uint32_t&>(two);
+                    words[2 * tap_index + row] = reinterpret_cast<const uint32_t&>(two);
                 }
             } else {
-                const int tap = min(2 * step + half, 8);  // tap 8 twice: for x's hi and lo
+                const int tap = min(2 * step + tap_index, 8);  // tap 8 twice: for x's hi and lo
                 const auto weight = [&](int in) {
-                    const float w = weight_at<T>(p, c, in % p.in_channels, tap) * scale;
+                    const float w = weight_at<T>(p, c, in % p.in_channels, tap) * weight_scale;
                     const int times = in / p.in_channels;  // that the channels have been used before
                     if (times == 2) return rest_of(w);
                     return times == 0 || (times == 1 && are_few(p.in_channels)) ? w : 0.0f;
                 };
-                split_two(weight(in), weight(in + 1), words[2 * half], words[2 * half + 1]);
+                split_two(weight(in), weight(in + 1), words[2 * tap_index], words[2 * tap_index + 1]);
             }
         }
         a[step] = make_uint4(words[0], words[1], words[2], words[3]);
     }
 }
 
-// By a warpgroup that has the turn: issues the wgmmas of a task, hands on the turn, and waits for its sums d. x_at is
-// where the task's first pixel lies in shared memory, in units of 16 bytes.
-template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Shape<T, NORMALIZE>::kFragments],
-    uint32_t x_at, float (&d)[kTaskPixels / 2], int next_turn) {
-    using S = Shape<T, NORMALIZE>;
+// By a warpgroup that has the turn: issues the wgmmas of a task, hands on the turn, and waits for its sums d.
+// x_address16 is where the task's first pixel lies in shared memory, in units of 16 bytes.
+template <typename T, typename Config>
+__device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Config::kFragments],
+    uint32_t x_address16, float (&d)[kDRegisters], int next_turn) {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < S::kProducts; ++k) {
-        wgmma<Operand<T>>(d, a[k % S::kFragments], pixel_descriptor<S::kOneProduct>(p, k, x_at), k > 0);
+    for (int k = 0; k < Config::kWgmmas; ++k) {
+        wgmma<Operand<T>>(d, a[k % Config::kFragments], pixel_descriptor<T>(p, k, x_address16), k > 0);
     }
     wgmma_commit();
     barrier_arrive(next_turn, 256);
     wgmma_wait<0>();  // .aligned: by all threads of the warpgroup together. `convolve` branches only later
 #pragma unroll
-    for (int i = 0; i < kTaskPixels / 2; ++i) {
+    for (int i = 0; i < kDRegisters; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
     }
 }
 
-// Moves the deviations that the four lanes of a channel have of a sample to the first lane's anchor, and adds them up.
-// Stores the channel's mean, and its sum of squared deviations from that, to `moments`. The four lanes have `count`
-// values together, of which this lane has `own_count`.
+// Four lanes hold one channel's deviations, each from its own anchor. Re-expresses them relative to the first lane's
+// anchor, and adds up the four. Stores the channel's mean, and its sum of squared deviations from that, to `moments`.
+// The four lanes have `count` values together, of which this lane has `own_count`.
 __device__ __forceinline__ void store_moments(
-    ConvShared& shared, int place, int warpgroup, int c, int count, int own_count, Deviations deviations) {
+    ConvShared& shared, int held_stage, int warpgroup, int c, int count, int own_count, Deviations deviations) {
     const float anchor = __shfl_sync(~0u, deviations.anchor, threadIdx.x & 28);  // of the first lane, for all four
     const float shift = deviations.anchor - anchor;
     deviations.square = fmaf(shift, fmaf(own_count, shift, 2 * deviations.sum), deviations.square);
@@ -741,17 +750,18 @@ __device__ __forceinline__ void store_moments(
     deviations.square = sum_of_lanes(deviations.square, 4);
     if (threadIdx.x % 4 == 0) {
         const float difference = deviations.sum / count;
-        shared.moments[place][warpgroup][c] = {anchor + difference, deviations.square - deviations.sum * difference};
+        shared.moments[held_stage][warpgroup][c] = {
+            anchor + difference, deviations.square - deviations.sum * difference};
     }
-    if (threadIdx.x % 128 == 0) shared.counts[place][warpgroup] = count;
+    if (threadIdx.x % 128 == 0) shared.counts[held_stage][warpgroup] = count;
 }
 
 // Adds a thread's values d of a task to its deviations.
 template <int ROWS, typename V>
-__device__ __forceinline__ void add_deviations(const float (&d)[kTaskPixels / 2], Deviations& deviations, V valid) {
+__device__ __forceinline__ void add_deviations(const float (&d)[kDRegisters], Deviations& deviations, V valid) {
     float sum = 0, square = 0;
 #pragma unroll
-    for (int k = 0; k < kTaskPixels / 8 * ROWS; ++k) {
+    for (int k = 0; k < kTaskColumns / 8 * ROWS; ++k) {
         const bool exists = valid(k / ROWS, k % ROWS);
         const float* const pair = d + 4 * (k / ROWS) + 2 * (k % ROWS);
         const float d0 = exists ? pair[0] - deviations.anchor : 0.0f;
@@ -767,156 +777,158 @@ __device__ __forceinline__ void add_deviations(const float (&d)[kTaskPixels / 2]
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
 // the turn to issue wgmma, so that one's wgmma runs during the others' activations. Each is of 256 threads: the
 // warpgroup that waits for the turn, and the one that hands it on. A lane has one channel and two neighbouring pixels
-// of every eight of a task's rows: 2 t and 2 t + 1, where t is lane % 4.
+// of every eight of a task's rows: pixels 2 q and 2 q + 1, where q is its quad_lane.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
-    using S = Shape<T, NORMALIZE>;
-    more_registers<S::kConsumerRegisters>();
+    using Config = ConvConfig<T, NORMALIZE>;
+    more_registers<Config::kConsumerRegisters>();
     const int warpgroup = warp / 4;
-    const int t = threadIdx.x % 4;
+    const int quad_lane = threadIdx.x % 4;
     const int c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
-    uint4 a[S::kFragments];
+    uint4 a[Config::kFragments];
     const float weight_scale = shared.scales.weight[c];
     load_weights<T>(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
     const float factor = NORMALIZE ? Held<T>::kFactor * value_of<T>(p.scale, own_channel) : 1.0f;
     const float offset = factor * bias_at<T>(p, own_channel);
     const auto activate = [](float t) { return NORMALIZE ? Held<T>::u(t) : t; };
-    const float slope = factor / (shared.scales.input * weight_scale);  // of wgmma's sum; with offset it gives t, or h
+    const float sum_factor = factor / (shared.scales.input * weight_scale);  // t or h is sum * sum_factor + offset
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
-    const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // that exist, from the thread's first on
+    const int own_columns = c < p.out_channels ? p.columns - 2 * quad_lane : 0;  // from the thread's first on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // warp-uniform, which saves 1% of the time
     const int own_turn = 1 + warpgroup;
-    const int next_turn = own_turn < S::kConsumers ? own_turn + 1 : 1;
-    if (warpgroup == S::kConsumers - 1) barrier_arrive(next_turn, 256);  // gives warpgroup 0 the first turn
+    const int next_turn = own_turn < Config::kConsumers ? own_turn + 1 : 1;
+    if (warpgroup == Config::kConsumers - 1) barrier_arrive(next_turn, 256);  // gives warpgroup 0 the first turn
     int first_task = warpgroup;
-    for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
-        float* const v = held + (cursor.place * p.out_channels + c) * p.plane + 2 * t;
+    for (SampleCursor<Config::kXStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
+        float* const own_held = held + (cursor.held_stage * p.out_channels + c) * p.held_plane + 2 * quad_lane;
         Deviations deviations = {};
         int count = 0, own_count = 0;  // values so far: of the four lanes, and of this one
         int task = first_task;
-        mbarrier_wait(&shared.x_full[cursor.stage], cursor.x_parity);
-        for (; task < band.tasks; task += S::kConsumers) {
-            const int column = task / band.lines * kTaskPixels, row = task % band.lines * S::kTaskRows;
-            const uint32_t x_at = x_begin + cursor.stage * p.x_plane + row * p.width + column;
-            float d[kTaskPixels / 2];
+        mbarrier_wait(&shared.x_full[cursor.x_stage], cursor.x_parity);
+        for (; task < band.tasks; task += Config::kConsumers) {
+            const int column = task / band.lines * kTaskColumns, row = task % band.lines * Config::kTaskRows;
+            const uint32_t x_address16 = x_begin + cursor.x_stage * p.x_plane + row * p.width + column;
+            float d[kDRegisters];
             const bool is_first = task == first_task;
             barrier_sync(own_turn, 256);
-            multiply_task<T, NORMALIZE>(p, a, x_at, d, next_turn);
-            if (task + S::kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty[cursor.stage]);
+            multiply_task<T, Config>(p, a, x_address16, d, next_turn);
+            if (task + Config::kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty[cursor.x_stage]);
             // If kInside, the task's channels and rows exist, and its columns but perhaps the last eight: see `valid`.
             const auto finish = [&](auto inside) {
                 constexpr bool kInside = decltype(inside)::value;
-                const int upper = columns - column;  // columns that exist in the task's upper row, from the thread's on
+                const int upper = own_columns - column;  // columns that exist in the task's upper row
                 const int lower = kInside || row + 1 < band.rows ? upper : 0;
                 const auto valid = [&](int j, int r) {
-                    if (kInside && j < kTaskPixels / 8 - 1) return true;
+                    if (kInside && j < kTaskColumns / 8 - 1) return true;
                     return 8 * j < (r == 0 ? upper : lower);
                 };
 #pragma unroll
-                for (int j = 0; j < kTaskPixels / 8; ++j) {
+                for (int j = 0; j < kTaskColumns / 8; ++j) {
 #pragma unroll
-                    for (int r = 0; r < S::kTaskRows; ++r) {
+                    for (int r = 0; r < Config::kTaskRows; ++r) {
                         float* const pair = d + 4 * j + 2 * r;
-                        pair[0] = activate(fmaf(S::kOneProduct ? pair[0] : pair[0] + pair[2], slope, offset));
-                        pair[1] = activate(fmaf(S::kOneProduct ? pair[1] : pair[1] + pair[3], slope, offset));
+                        pair[0] = activate(fmaf(kIs16Bit<T> ? pair[0] : pair[0] + pair[2], sum_factor, offset));
+                        pair[1] = activate(fmaf(kIs16Bit<T> ? pair[1] : pair[1] + pair[3], sum_factor, offset));
                     }
                 }
-                if (NORMALIZE && is_first) deviations.anchor = anchor_of<S::kTaskRows>(d, valid);
-                add_deviations<S::kTaskRows>(d, deviations, valid);
-                if (is_first) mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
-                float* const to = v + row * p.columns + column;
+                if (NORMALIZE && is_first) deviations.anchor = anchor_of<Config::kTaskRows>(d, valid);
+                add_deviations<Config::kTaskRows>(d, deviations, valid);
+                if (is_first) mbarrier_wait(&shared.held_empty[cursor.held_stage], cursor.held_parity ^ 1);
+                float* const to = own_held + row * p.columns + column;
 #pragma unroll
-                for (int j = 0; j < kTaskPixels / 8 * S::kTaskRows; ++j) {
-                    const int r = j % S::kTaskRows, eight = j / S::kTaskRows;
+                for (int j = 0; j < kTaskColumns / 8 * Config::kTaskRows; ++j) {
+                    const int r = j % Config::kTaskRows, eight = j / Config::kTaskRows;
                     const float* const pair = d + 4 * eight + 2 * r;
                     if (!valid(eight, r)) continue;
                     *reinterpret_cast<float2*>(to + 8 * eight + r * p.columns) = make_float2(pair[0], pair[1]);
                 }
             };
-            if (all_exist && column + kTaskPixels - 8 <= p.columns && row + S::kTaskRows <= band.rows) {
+            if (all_exist && column + kTaskColumns - 8 <= p.columns && row + Config::kTaskRows <= band.rows) {
                 finish(std::true_type{});
             } else {
                 finish(std::false_type{});
             }
-            const int rows = min(S::kTaskRows, band.rows - row);
-            count += min(kTaskPixels, p.columns - column) * rows;
-            own_count += 2 * max(0, min(kTaskPixels / 8, (columns - column + 7) / 8)) * rows;
+            const int rows = min(Config::kTaskRows, band.rows - row);
+            count += min(kTaskColumns, p.columns - column) * rows;
+            own_count += 2 * max(0, min(kTaskColumns / 8, (own_columns - column + 7) / 8)) * rows;
         }
         if (task == first_task) {  // this warpgroup had no task, but the others count on its waits and signals
-            mbarrier_arrive(&shared.x_empty[cursor.stage]);
-            mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
+            mbarrier_arrive(&shared.x_empty[cursor.x_stage]);
+            mbarrier_wait(&shared.held_empty[cursor.held_stage], cursor.held_parity ^ 1);
         }
         // The sum of squares is not finite where x * scales.input overflows fp16 or scales.input is NaN. It can be so,
-        // too, where x or a parameter is not finite. In each case convolve_again gives what plain float32 gives.
+        // too, where x or a parameter is not finite or, in the backward's launch, where |h| is about 2^64 or more, as
+        // the anchor is 0 there. In each case convolve_again gives what plain float32 gives.
         if (__any_sync(~0u, !(deviations.square < INFINITY))) {
-            convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, v, deviations);
-            if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
+            convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, own_held, deviations);
+            if constexpr (!NORMALIZE) p.recomputed[cursor.sample] = 1;
         }
         first_task = task - band.tasks;
-        if constexpr (NORMALIZE) store_moments(shared, cursor.place, warpgroup, c, count, own_count, deviations);
-        mbarrier_arrive(&shared.v_full[cursor.place]);
+        if constexpr (NORMALIZE) store_moments(shared, cursor.held_stage, warpgroup, c, count, own_count, deviations);
+        mbarrier_arrive(&shared.held_full[cursor.held_stage]);
     }
 }
 
-// One warp, lane c for channel c: adds the band's sums of s and of s^2 to the groups' totals. s = (u - kLeast) / kRange
-// is in [0, 1]. When it has read `moments`, it arrives at norm_full: `write` waits for that, and then frees `moments`.
-template <typename T> __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
+// One warp, lane c for channel c: adds the band's sums of s and of s^2 to the groups' totals. s = (u - kUMin) / kURange
+// is in [0, 1]. When it has read `moments`, it arrives at norm_full: `write` waits for that alone, and then frees
+// `moments`. This arrival comes after the wait for held_full, so `write` then sees the held values, too.
+template <typename T> __device__ __forceinline__ void publish_sums(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     const int c = threadIdx.x % 32;
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
-        double2 band_sums = {};  // of the channel: of u - kLeast, and of its square
-        mbarrier_wait(&shared.v_full[cursor.place], cursor.parity);
-        for (int k = 0; k < kMostConsumers; ++k) {
-            const Moments moments = shared.moments[cursor.place][k][c];
-            const int count = shared.counts[cursor.place][k];
+        double sum = 0, square = 0;  // of the channel: of u - kUMin, and of its square
+        mbarrier_wait(&shared.held_full[cursor.held_stage], cursor.held_parity);
+        for (int k = 0; k < kMaxConsumers; ++k) {
+            const Moments moments = shared.moments[cursor.held_stage][k][c];
+            const int count = shared.counts[cursor.held_stage][k];
             if (count == 0 || c >= p.out_channels) continue;
-            const double mean = double(moments.mean) - H::kLeast;
-            band_sums.x += count * mean;
-            band_sums.y += count * mean * mean + moments.square;
+            const double mean = double(moments.mean) - H::kUMin;
+            sum += count * mean;
+            square += count * mean * mean + moments.square;
         }
-        mbarrier_arrive(&shared.norm_full[cursor.place]);  // it waited for v_full, so by this `write` also sees v
-        double2 group_sums = band_sums;
+        mbarrier_arrive(&shared.norm_full[cursor.held_stage]);
+        double group_sum = sum, group_square = square;
         for (int i = 1; i < p.group_channels; ++i) {
-            group_sums.x += __shfl_down_sync(~0u, band_sums.x, i);
-            group_sums.y += __shfl_down_sync(~0u, band_sums.y, i);
+            group_sum += __shfl_down_sync(~0u, sum, i);
+            group_square += __shfl_down_sync(~0u, square, i);
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
-            add_to_total(p.totals + group * kTotalsStride, group_sums.x / H::kRange, p.to_fixed);
-            add_to_total(p.totals + group * kTotalsStride + 1, group_sums.y / (H::kRange * H::kRange), p.to_fixed);
+            add_to_total(p.totals + group * kTotalsStride, group_sum / H::kURange, p.to_fixed);
+            add_to_total(p.totals + group * kTotalsStride + 1, group_square / (H::kURange * H::kURange), p.to_fixed);
         }
     }
 }
 
 // One warp, a lane a channel: computes the channel's norm from its group's totals, when these have the sums of all
-// bands. If `centred`, output = (u - mean) * factor + beta. Where v is constant that is beta exactly, as eager's output
-// is in 16 bits. In float32 eager is not exact either, and the subtraction would cost 1% of the time.
-template <typename T> __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
+// bands. In 16 bits output = (u - mean_u) * factor + beta. Where v is constant that is beta exactly, as eager's output
+// is. In float32 eager is not exact either, and the subtraction would cost 1% of the time.
+template <typename T> __device__ __forceinline__ void compute_norms(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
-    constexpr bool centred = sizeof(T) == 2;
     const int c = min(threadIdx.x % 32, p.out_channels - 1);  // lanes beyond compute the last channel's norm, too
     const float gamma = value_of<T>(p.gamma, c), beta = value_of<T>(p.beta, c);
-    const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
+    const double mean_per_total = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
-        const auto [of_s, of_square] = await_totals(p.totals + group * kTotalsStride, p.bands);
-        const double mean_s = sum_of_total(of_s) * share;  // of `post`'s s
-        const double mean_u = H::kLeast + mean_s * H::kRange;
-        const double mean = H::kShift + H::kScale * mean_u;  // of v
-        const double range = H::kScale * H::kRange;
-        const double variance = (sum_of_total(of_square) * share - mean_s * mean_s) * (range * range);
-        const double spread = (variance < 0 ? 0 : variance) + p.eps;  // max() would drop a NaN
+        const auto [s_total, square_total] = await_totals(p.totals + group * kTotalsStride, p.bands);
+        const double mean_s = sum_of_total(s_total) * mean_per_total;  // of `publish_sums`'s s
+        const double mean_u = H::kUMin + mean_s * H::kURange;
+        const double mean = H::kVOffset + H::kVPerU * mean_u;  // of v
+        const double range = H::kVPerU * H::kURange;
+        const double variance = (sum_of_total(square_total) * mean_per_total - mean_s * mean_s) * (range * range);
+        const double variance_plus_eps = (variance < 0 ? 0 : variance) + p.eps;  // max() would drop a NaN
         const float rounded = float(mean);
-        const float factor = H::kScale * (gamma / sqrtf(float(spread)));
-        const float middle = centred ? float(mean_u) : 0.0f;
-        const float offset = isfinite(factor) ? float(beta - (mean_u - middle) * factor) : NAN;  // as in ATen
-        shared.norm[cursor.place][c] = {middle, factor, offset};
-        mbarrier_arrive(&shared.norm_full[cursor.place]);
+        const float factor = H::kVPerU * (gamma / sqrtf(float(variance_plus_eps)));
+        const float middle = kIs16Bit<T> ? float(mean_u) : 0.0f;
+        // With an infinite factor ATen's output, v * factor + (beta - mean * factor), is infinity - infinity: NaN.
+        const float offset = isfinite(factor) ? float(beta - (mean_u - middle) * factor) : NAN;
+        shared.norm[cursor.held_stage][c] = {middle, factor, offset};
+        mbarrier_arrive(&shared.norm_full[cursor.held_stage]);
         // For the backward rstd is computed in double and rounded once, because all gradients of a group share its
-        // error. `gather` has already arrived, so `write` does not wait for this.
-        if (blockIdx.x == 0) p.statistics[group] = {rounded, float(mean - rounded), float(rsqrt(spread))};
+        // error. `compute_norms` has already arrived, so `write` does not wait for this.
+        if (blockIdx.x == 0) p.statistics[group] = {rounded, float(mean - rounded), float(rsqrt(variance_plus_eps))};
     }
 }
 
@@ -925,7 +937,7 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
 template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
-    constexpr int kWriters = Shape<T, true>::kWriters;
+    constexpr int kWriters = ConvConfig<T, true>::kWriters;
     // Loads of a lane, then as many stores. One at a time the kernel was 10% slower. Beyond the band's end a lane loads
     // and stores the band's last four values once more.
     constexpr int kBatch = 4;
@@ -933,11 +945,12 @@ __device__ __forceinline__ void write(
     const int fours = band.rows * p.columns / 4;
     int c = writer;
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p), c -= p.out_channels) {
-        mbarrier_wait(&shared.norm_full[cursor.place], cursor.parity);
+        mbarrier_wait(&shared.norm_full[cursor.held_stage], cursor.held_parity);
 #pragma unroll 1
         for (; c < p.out_channels; c += kWriters) {
-            const Norm n = shared.norm[cursor.place][c];
-            auto* const v = reinterpret_cast<const float4*>(held + (cursor.place * p.out_channels + c) * p.plane);
+            const Norm n = shared.norm[cursor.held_stage][c];
+            auto* const own_held =
+                reinterpret_cast<const float4*>(held + (cursor.held_stage * p.out_channels + c) * p.held_plane);
             const int64_t channel = int64_t(cursor.sample) * p.out_channels + c;
             T* const out = static_cast<T*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
             auto* const to = reinterpret_cast<Pack<T, 4>*>(out);
@@ -945,49 +958,50 @@ __device__ __forceinline__ void write(
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 float4 four[kBatch];
 #pragma unroll
-                for (int k = 0; k < kBatch; ++k) four[k] = v[min(begin + 32 * k, fours - 1)];
+                for (int k = 0; k < kBatch; ++k) four[k] = own_held[min(begin + 32 * k, fours - 1)];
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
-                    const auto normalise = [&](float v) {
-                        return fmaf(sizeof(T) == 2 ? v - n.middle : v, n.factor, n.offset);
+                    const auto normalize = [&](float value) {
+                        return fmaf(kIs16Bit<T> ? value - n.middle : value, n.factor, n.offset);
                     };
                     const float4 f = {
-                        normalise(four[k].x), normalise(four[k].y), normalise(four[k].z), normalise(four[k].w)};
+                        normalize(four[k].x), normalize(four[k].y), normalize(four[k].z), normalize(four[k].w)};
                     store_pack(to + min(begin + 32 * k, fours - 1), round_four<T>(f));
                 }
             }
         }
-        mbarrier_arrive(&shared.v_empty[cursor.place]);
+        mbarrier_arrive(&shared.held_empty[cursor.held_stage]);
     }
 }
 
-// The backward's launch has 16 warps in place of `write`, `post` and `gather`, as two consumer warpgroups are enough
-// there. They write h + bias, called h here, and read the output's gradient. For each band of a channel they find the
-// sums of grad and of grad * (v - mean), and the largest |grad| and dv/dz: the four of `measured`, in this order. A
-// separate kernel would have to read h and grad once more (bfloat16, H200: 0.76 ms in two kernels, 0.44 in one).
+// The backward's launch has 16 warps in place of `write`, `publish_sums` and `compute_norms`, as two consumer
+// warpgroups are enough there. They write h + bias, called h here, and read the output's gradient. For each band of a
+// channel they find its BandMeasures. A separate kernel would have to read h and grad once more (bfloat16, H200:
+// 0.76 ms in two kernels, 0.44 in one).
 template <typename T>
 __device__ __forceinline__ void write_and_measure(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     constexpr int kBatch = 4;
-    constexpr int kWriters = Shape<T, false>::kWriters;
+    constexpr int kWriters = ConvConfig<T, false>::kWriters;
     // Whether a lane loads its next batch of grad before it computes with this one. In float32 a training step then
     // takes 0.94 of the time, in 16 bits, where a batch has half the bytes, 1.01.
-    constexpr bool kAhead = sizeof(T) == 4;
+    constexpr bool kAhead = !kIs16Bit<T>;
     const int lane = threadIdx.x % 32;
     const int values = band.rows * p.columns;
     const int fours = values / 4;
-    const auto band_of = [&](int sample, int channel) {
+    const auto grad_band_of = [&](int sample, int channel) {
         return ((int64_t(sample) * p.out_channels + channel) * p.rows + band.first_row) * p.columns;
     };
     const T* const grad = static_cast<const T*>(p.grad);
     const auto prefetch = [&](int sample) {
         const int c = writer + kWriters * lane;
-        if (sample < p.samples && c < p.out_channels) prefetch_to_l2(grad + band_of(sample, c), values * sizeof(T));
+        const bool exists = sample < p.samples && c < p.out_channels;
+        if (exists) prefetch_to_l2(grad + grad_band_of(sample, c), values * sizeof(T));
     };
     prefetch(blockIdx.y);
     Pack<T, 4> loaded[kBatch];
     const auto load = [&](int sample, int channel, int begin) {
-        auto* const from = reinterpret_cast<const Pack<T, 4>*>(grad + band_of(sample, channel));
+        auto* const from = reinterpret_cast<const Pack<T, 4>*>(grad + grad_band_of(sample, channel));
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
             if (begin + 32 * k < fours) loaded[k] = load_pack(from + begin + 32 * k);
@@ -996,16 +1010,16 @@ __device__ __forceinline__ void write_and_measure(
     if (kAhead && writer < p.out_channels) load(blockIdx.y, writer, lane);
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
         prefetch(cursor.sample + p.teams);
-        mbarrier_wait(&shared.v_full[cursor.place], cursor.parity);
+        mbarrier_wait(&shared.held_full[cursor.held_stage], cursor.held_parity);
 #pragma unroll 1
         for (int c = writer; c < p.out_channels; c += kWriters) {
             const float factor = Held<T>::kFactor * value_of<T>(p.scale, c);
             const float mean = p.statistics[int64_t(cursor.sample) * p.groups + c / p.group_channels].mean;
             const float4* const h =
-                reinterpret_cast<const float4*>(held + (cursor.place * p.out_channels + c) * p.plane);
-            const int64_t at = band_of(cursor.sample, c);
+                reinterpret_cast<const float4*>(held + (cursor.held_stage * p.out_channels + c) * p.held_plane);
+            const int64_t at = grad_band_of(cursor.sample, c);
             auto* const to = reinterpret_cast<Pack<T, 4>*>(static_cast<T*>(p.out) + at);
-            float sum = 0, product = 0, most_grad = 0, most_slope = 0;
+            float sum = 0, product = 0, max_grad = 0, max_slope = 0;
 #pragma unroll 1
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 if (!kAhead) load(cursor.sample, c, begin);
@@ -1013,8 +1027,8 @@ __device__ __forceinline__ void write_and_measure(
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) grads[k] = loaded[k];
                 // The next batch is of this channel, of the warp's next, or of its first of the next sample.
-                const int later = begin + kBatch * 32;
-                if (kAhead && later - lane < fours) load(cursor.sample, c, later);
+                const int next_begin = begin + kBatch * 32;
+                if (kAhead && next_begin - lane < fours) load(cursor.sample, c, next_begin);
                 else if (kAhead && c + kWriters < p.out_channels) load(cursor.sample, c + kWriters, lane);
                 else if (kAhead && cursor.sample + p.teams < p.samples) load(cursor.sample + p.teams, writer, lane);
 #pragma unroll
@@ -1028,81 +1042,82 @@ __device__ __forceinline__ void write_and_measure(
                         const float g = to_float(grads[k].value[i]);
                         sum += g;
                         product = fmaf(g, value - mean, product);
-                        most_grad = fmaxf(most_grad, fabsf(g));
-                        most_slope = fmaxf(most_slope, slope);
+                        max_grad = fmaxf(max_grad, fabsf(g));
+                        max_slope = fmaxf(max_slope, slope);
                     }
                 }
             }
-            const double all_sum = sum_of_lanes(double(sum), 32);  // in float its five roundings lose too much
-            const double all_product = sum_of_lanes(double(product), 32);
-            const float4 all = {float(all_sum), float(all_product),
-                __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most_grad))),
-                __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most_slope)))};
+            const double grad_sum = sum_of_lanes(double(sum), 32);  // in float its five roundings lose too much
+            const double product_sum = sum_of_lanes(double(product), 32);
+            const BandMeasures measures = {float(grad_sum), float(product_sum),
+                __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(max_grad))),
+                __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(max_slope)))};
             const int64_t channel = int64_t(cursor.sample) * p.out_channels + c;
-            if (lane == 0) p.measured[channel * p.bands + blockIdx.x] = all;
+            if (lane == 0) p.band_measures[channel * p.bands + blockIdx.x] = measures;
         }
-        mbarrier_arrive(&shared.v_empty[cursor.place]);
+        mbarrier_arrive(&shared.held_empty[cursor.held_stage]);
     }
 }
 
 // By all threads of the grid: sets to zero what its blocks will add to or mark, which are the totals or, in the
-// backward's launch, `largest` and `remade`.
+// backward's launch, `largest` and `recomputed`.
 template <bool NORMALIZE> __device__ __forceinline__ void set_zeros(const ConvArguments& p) {
     const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
     const int threads = gridDim.y * gridDim.x * kThreads;
     const int64_t twos = NORMALIZE ? int64_t(p.samples) * p.groups * kTotalsStride / 2 : 0;
     for (int64_t i = thread; i < twos; i += threads) reinterpret_cast<ulonglong2*>(p.totals)[i] = make_ulonglong2(0, 0);
-    for (int i = thread; i < p.samples && !NORMALIZE; i += threads) p.largest[i] = p.remade[i] = 0;
+    for (int i = thread; i < p.samples && !NORMALIZE; i += threads) p.largest[i] = p.recomputed[i] = 0;
 }
 
 template <typename T, bool BENCHMARK, bool NORMALIZE>
 __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using S = Shape<T, NORMALIZE>;
+    using Config = ConvConfig<T, NORMALIZE>;
     ConvArguments p = given;
     if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
-    extern __shared__ __align__(128) unsigned char x[];
+    extern __shared__ __align__(128) unsigned char dynamic_shared[];
     __shared__ ConvShared shared;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
             mbarrier_init(&shared.x_full[i], 128 * kProducers);
-            mbarrier_init(&shared.x_empty[i], 128 * S::kConsumers);
+            mbarrier_init(&shared.x_empty[i], 128 * Config::kConsumers);
         }
-        for (int i = 0; i < kMostPlaces; ++i) {
-            mbarrier_init(&shared.v_full[i], 128 * S::kConsumers);
+        for (int i = 0; i < kMaxHeldStages; ++i) {
+            mbarrier_init(&shared.held_full[i], 128 * Config::kConsumers);
             mbarrier_init(&shared.norm_full[i], 64);
-            mbarrier_init(&shared.v_empty[i], 32 * S::kWriters);
+            mbarrier_init(&shared.held_empty[i], 32 * Config::kWriters);
         }
         fence_mbarrier_init();
     }
     const auto grid = cooperative_groups::this_grid();
     set_zeros<NORMALIZE>(p);
     auto arrived = grid.barrier_arrive();
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (!kIs16Bit<T>) {
         prepare_scales<T, NORMALIZE>(p, shared.scales);
     } else {
-        if (threadIdx.x < kMostOut) shared.scales.weight[threadIdx.x] = shared.scales.input = 1;
+        if (threadIdx.x < kMaxOutChannels) shared.scales.weight[threadIdx.x] = shared.scales.input = 1;
         __syncthreads();
     }
     grid.barrier_wait(std::move(arrived));  // all zeros are set; all threads see the block's mbarriers
     const int first_row = blockIdx.x * p.band_rows;
     const int left = p.rows - first_row;
-    const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
-    const int lines = (rows + S::kTaskRows - 1) / S::kTaskRows;
-    const Band band = {first_row, rows, lines, (p.columns + kTaskPixels - 1) / kTaskPixels * lines};
-    float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
+    // In the benchmark the compiler sees a constant here.
+    const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);
+    const int lines = (rows + Config::kTaskRows - 1) / Config::kTaskRows;
+    const Band band = {first_row, rows, lines, (p.columns + kTaskColumns - 1) / kTaskColumns * lines};
+    float* const held = reinterpret_cast<float*>(dynamic_shared + 2 * 16 * p.x_plane);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that it is warp-uniform: saves 2%
-    const int writer = warp - 4 * (S::kConsumers + kProducers);
-    if (warp < 4 * S::kConsumers) {
-        convolve<T, NORMALIZE>(p, shared, band, x, held, warp);
+    const int writer = warp - 4 * (Config::kConsumers + kProducers);
+    if (warp < 4 * Config::kConsumers) {
+        convolve<T, NORMALIZE>(p, shared, band, dynamic_shared, held, warp);
     } else if (writer < 0) {
-        bring<T, NORMALIZE>(p, shared, band, x);
+        produce_x<T, NORMALIZE>(p, shared, band, dynamic_shared);
     } else {
-        fewer_registers<S::kWriterRegisters>();
+        fewer_registers<Config::kWriterRegisters>();
         if constexpr (!NORMALIZE) write_and_measure<T>(p, shared, band, held, writer);
-        else if (writer < S::kWriters) write<T>(p, shared, band, held, writer);
-        else if (writer == S::kWriters) post<T>(p, shared);
-        else gather<T>(p, shared);
+        else if (writer < Config::kWriters) write<T>(p, shared, band, held, writer);
+        else if (writer == Config::kWriters) publish_sums<T>(p, shared);
+        else compute_norms<T>(p, shared);
     }
 #endif
 }
@@ -1120,19 +1135,20 @@ enum BackwardPointer { kGrad = kWorkspace + 1, kGradX, kSums, kGradParameters };
 static int64_t set_bands(ConvArguments& p, int rows) {
     p.band_rows = std::min(rows, p.rows);
     p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
-    p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // rounded up to 4 modulo 8: see channel_of_row
+    p.held_plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // rounded up to 4 modulo 8: see channel_of_row
     p.x_plane = (p.band_rows + p.band_rows % 2 + 2) * p.width;  // an even number of rows: see kTaskRows
-    const int64_t v_bytes = 4LL * p.places * p.plane * p.out_channels;
+    const int64_t held_bytes = 4LL * p.held_stages * p.held_plane * p.out_channels;
     // The wgmmas of a task read 64 + 2 columns, of which at least 4 exist. So they read up to 62 pixels beyond x, where
-    // v is. No output uses these, but they must be in shared memory: hence the max.
-    return p.x_plane * 32LL + std::max<int64_t>(v_bytes, 2 * kTaskPixels * 16);
+    // held values are. No output uses these, but they must be in shared memory: hence the max, of 128 pixels.
+    return p.x_plane * 32LL + std::max<int64_t>(held_bytes, 2 * kTaskColumns * 16);
 }
-// Sets p's places: three, or two where three bands of two rows do not fit in shared memory (32 channels: beyond a width
-// of 256). Then sets p's bands: of two rows or, by twos, of as many more as fit and give all samples together at least
-// `sms` bands. `sms` is the number of multiprocessors, of a block each. Returns the bytes of dynamic shared memory.
+// Sets p.held_stages: three, or two where three bands of two rows do not fit in shared memory (32 channels: beyond a
+// width of 256). Then chooses the rows of a band: it starts with two and adds two while the band fits and all samples
+// together still have at least `sms` bands. `sms` is the number of multiprocessors; each runs one block. Returns the
+// bytes of dynamic shared memory.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
-    p.places = kMostPlaces;
-    if (set_bands(p, 2) > shared_bytes) p.places = 2;
+    p.held_stages = kMaxHeldStages;
+    if (set_bands(p, 2) > shared_bytes) p.held_stages = 2;
     int rows = 2;
     while (rows < p.rows) {
         const bool fits = set_bands(p, rows + 2) <= shared_bytes;
@@ -1144,7 +1160,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     p.teams = std::min(sms / p.bands, p.samples);
     // The largest sum, where each value of a group counts as 1, is to be from 2^46 to 2^47: see add_to_total.
     const double largest_sum = double(p.group_channels) * p.rows * p.columns;
-    p.to_fixed = std::ldexp(1.0, kStrangeBit - 2 - std::ilogb(largest_sum));
+    p.to_fixed = std::ldexp(1.0, kNonFiniteCountBit - 2 - std::ilogb(largest_sum));
     p.from_fixed = 1 / p.to_fixed;
     return bytes;
 }
@@ -1212,10 +1228,10 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //      channel the gradients of gamma and beta and the power of two that keeps dh, the gradient of h, within fp16.
 //   3. differentiate_rows reads h and grad. It computes dh to shared memory, and from there x's gradient and partial
 //      sums of the parameters' gradients.
-//   4. differentiate_plainly computes x's and the weights' gradients again for samples that `convolve` marked `remade`.
+//   4. recompute_gradients computes x's and the weights' gradients again for samples that are marked `recomputed`.
 //   5. add_rows adds up the partial sums. (ATen's sum took 20 us for these 10 MB, as it copies them to double first.)
 // A block of differentiate_rows walks down a band of rows of a sample. These bands are other ones than the forward's:
-// bands_of says how many a sample has.
+// row_bands_of says how many a sample has.
 //
 //   who, and what it does                                             waits for             signals
 //   make_dh, 8 warps:   h, grad -> dh, and x's next row, in shared    empty                 full
@@ -1238,32 +1254,31 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //     sub-row 3     c 3    c 7    c 11   c 15   ...   c 35   ...
 //
 // ldmatrix reads eight neighbouring cells as a matrix: eight columns that are four apart, by eight channels. A warp has
-// 32 columns. Its matrix m has the columns 4 i + m from its first on, i from 0 to 7: matrices 0 to 3 are its own
-// columns, and matrices 1 to 4 and 2 to 5 are these shifted by 1 and 2, as a 3x3 kernel needs them. Of dh all columns
-// are one cell further on, as cell 0 of each sub-row stands for the four columns left of the image, which are zeros.
+// 32 columns, from column f on. Matrix m holds the columns f + m + 4 i, for i from 0 to 7. So matrices 0 to 3 are the
+// warp's columns, 1 to 4 are these shifted by one column, and 2 to 5 by two: the three kx of a 3x3 kernel. dh is stored
+// one cell later: cell 0 of each sub-row holds zeros, for the four columns left of the image.
 
 constexpr int kTaps = 9, kWarps = 8;  // warps of each role
-template <typename T> constexpr bool kHasLow = sizeof(T) == 4;  // whether operands have lo
-constexpr int kMostColumns = 32 * kWarps;  // of x; the output has two fewer
+constexpr int kMaxColumns = 32 * kWarps;  // of x; the output has two fewer
 constexpr int kRowsThreads = 64 * kWarps;  // of a block of differentiate_rows: two roles
 constexpr int kMultiplierRegisters = 168, kMakerRegisters = 88;  // of a thread; together all 65536 of 2 * 256 threads
-constexpr int kSub = 8 * kWarps + 2;  // cells of a sub-row: 64, one for shifted matrices, one against bank conflicts
-constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 4;  // rows of x in shared memory: three that `multiply` reads, and the next
+constexpr int kSubRowCells = 8 * kWarps + 2;  // 64, one for shifted matrices, one against bank conflicts
+constexpr int kRowCells = 4 * kSubRowCells;  // cells of a row of 8 channels, of hi or lo
+constexpr int kXRowStages = 4;  // rows of x in shared memory: three that `multiply` reads, and the next
 // Tensor cores truncate: without these two factors the gradient of the weights was too small by 2^-24 of itself on
 // average, and that of x by 2.4 * 2^-24. The first is dh's, and so raises both gradients; the second adds the 1.4.
 constexpr double kDhFactor = 1 + 0x1p-24;
 constexpr float kWeightExcess = 0x1.6p-24f;  // 1.375 * 2^-24: prepare_tile raises a weight by this much of itself
-static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
+static_assert(kSubRowCells % 8 == 2, "neighbouring columns are stored to different banks");
 
 // What finish_groups finds for a channel of a sample. With v and dv/dz of t = h * factor and
 //     q = (gamma * grad - grad_mean - (v - mean) * grad_per_v) * dv/dz
 // dh is q * rstd * scale. grad_mean is the group's mean of gamma * grad, and grad_per_v is rstd^2 times the group's
 // mean of gamma * grad * (v - mean). `mean` is rounded to float, and grad_mean makes up for what that loses. Shared
-// memory holds dh * dh_scale * kDhFactor = q * to_half in fp16. `scale` is the Model's, dh_scale the power of two.
-// of_gamma and of_beta are the sample's shares of the gradients of gamma and beta.
+// memory holds dh * dh_scale * kDhFactor = q * to_fp16, in fp16, for float32 as hi and lo. `scale` is the Model's,
+// dh_scale the power of two. grad_gamma and grad_beta are the sample's shares of the gradients of gamma and beta.
 struct alignas(16) Channel {
-    float factor, mean, gamma, grad_mean, grad_per_v, to_half, scale, rstd, dh_scale, of_gamma, of_beta, unused;
+    float factor, mean, gamma, grad_mean, grad_per_v, to_fp16, scale, rstd, dh_scale, grad_gamma, grad_beta, unused;
     template <typename T> __device__ __forceinline__ float q(float h, float grad) const {
         const auto [v, slope] = activation_and_slope<T>(h * factor);
         return fmaf(gamma, grad, -fmaf(v - mean, grad_per_v, grad_mean)) * slope;
@@ -1271,17 +1286,17 @@ struct alignas(16) Channel {
 };
 
 template <typename T> struct BackwardArguments : ConvArguments {
-    const T* h;
+    const T* h;  // the same memory as `out`, which the first kernel wrote
     T* grad_x;  // null: not wanted
     Channel* channels;  // (samples, out_channels)
     // (samples, bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), then of either bias (the
     // two have the same gradient), scale, gamma, beta.
     float* sums;
-    int weights, sum_width;
+    int weight_count, sum_width;
     // Where a value of x is from the tensor's start on. Within a sample int is enough: it has fewer than 2^31 values.
-    __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {
-        const int image = height * width;
-        return int64_t(sample) * in_channels * image + (in * image + row * width + column);
+    __device__ __forceinline__ int64_t x_offset(int sample, int in, int row, int column) const {
+        const int x_pixels = height * width;
+        return int64_t(sample) * in_channels * x_pixels + (in * x_pixels + row * width + column);
     }
 };
 
@@ -1292,13 +1307,13 @@ struct RowBand { int sample, first_row, last_row, first_dh_row; };
 // Two columns, in two members: with Pack<T, 2> float32's training step takes 1.009 of the time.
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
 // h and grad of a warp of `make_dh`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
-template <typename T> struct alignas(16) Fetched { Pair<T> h[4][kMostColumns / 2], grad[4][kMostColumns / 2]; };
+template <typename T> struct alignas(16) Fetched { Pair<T> h[4][kMaxColumns / 2], grad[4][kMaxColumns / 2]; };
 
 struct alignas(16) GradientTile {
-    uint4 x[kSlots][2 * kPlane];  // [row % kSlots][cells of hi, then of lo]
-    uint4 dh[2][4][2 * kPlane];  // [row % 2][8 channels][cells of hi, then of lo]
-    uint4 weights[2][kTaps][32];  // [16 output channels][tap][lane]: as add_to_x needs them
-    Channel channels[kMostOut];
+    uint4 x[kXRowStages][2 * kRowCells];  // [row % kXRowStages][cells of hi, then of lo]
+    uint4 dh[2][4][2 * kRowCells];  // [row % 2][8 channels][cells of hi, then of lo]
+    uint4 weights[2][kTaps][32];  // [16 output channels][tap][lane]: as add_to_grad_x reads them
+    Channel channels[kMaxOutChannels];
     Scales scales;
     float x_scale, grad_x_scale;
     uint64_t full[2], empty[2];  // rows of dh, and the rows of x that they are multiplied by
@@ -1324,25 +1339,26 @@ __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const ui
 // A block for each group of a sample, and a warp for each of its channels: it adds up what write_and_measure found in
 // each band, and fills in the group's channels.
 template <typename T>
-__global__ void __launch_bounds__(32 * kMostOut)
+__global__ void __launch_bounds__(32 * kMaxOutChannels)
     finish_groups(const __grid_constant__ ConvArguments p, Channel* channels) {
-    __shared__ double2 sums[kMostOut];  // of grad, and of grad * (v - mean) * rstd
-    __shared__ float largest[kMostOut][2];  // |grad| and dv/dz
+    struct alignas(16) Sums { double grad, product; };
+    __shared__ Sums sums[kMaxOutChannels];  // of grad, and of grad * (v - mean) * rstd
+    __shared__ float largest[kMaxOutChannels][2];  // |grad| and dv/dz
     const Statistics group = p.statistics[blockIdx.x];
     const int64_t first = int64_t(blockIdx.x) * p.group_channels;  // channel, of all samples' channels
     const int first_channel = int(first % p.out_channels);  // of the sample's
     const int warp = threadIdx.x / 32;
-    double2 lane_sums = {};
+    Sums lane_sums = {};
     float lane_grad = 0, lane_slope = 0;
     for (int band = threadIdx.x % 32; band < p.bands; band += 32) {
-        const float4 of_band = p.measured[(first + warp) * p.bands + band];
-        lane_sums.x += of_band.x;
-        lane_sums.y += of_band.y;
-        lane_grad = fmaxf(lane_grad, of_band.z);
-        lane_slope = fmaxf(lane_slope, of_band.w);
+        const BandMeasures measures = p.band_measures[(first + warp) * p.bands + band];
+        lane_sums.grad += measures.grad_sum;
+        lane_sums.product += measures.product_sum;
+        lane_grad = fmaxf(lane_grad, measures.max_grad);
+        lane_slope = fmaxf(lane_slope, measures.max_slope);
     }
-    const double sum = sum_of_lanes(lane_sums.x, 32);
-    const double product = sum_of_lanes(lane_sums.y, 32);
+    const double sum = sum_of_lanes(lane_sums.grad, 32);
+    const double product = sum_of_lanes(lane_sums.product, 32);
     // The bands subtracted `mean`; the exact mean is mean + mean_error. NaN where grad is not finite, as in ATen.
     const double exact_product = isfinite(sum) ? product - group.mean_error * sum : NAN;
     sums[warp] = {sum, exact_product * group.rstd};
@@ -1355,21 +1371,22 @@ __global__ void __launch_bounds__(32 * kMostOut)
     double grad_mean = 0, grad_per_v = 0;
     for (int i = 0; i < p.group_channels; ++i) {
         const float gamma = value_of<T>(p.gamma, first_channel + i);
-        grad_mean += sums[i].x * gamma;
-        grad_per_v += sums[i].y * gamma;
+        grad_mean += sums[i].grad * gamma;
+        grad_per_v += sums[i].product * gamma;
     }
     const double n = double(p.group_channels) * p.rows * p.columns;
     grad_per_v *= group.rstd / n;
     grad_mean = isfinite(grad_per_v) ? grad_mean / n - group.mean_error * grad_per_v : NAN;
     const float gamma = value_of<T>(p.gamma, o), scale = value_of<T>(p.scale, o);
-    const float most_q =
-        fabsf(gamma) * largest[c][0] + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(grad_per_v));
+    const float max_q_per_slope =
+        fabsf(gamma) * largest[c][0] + fabsf(float(grad_mean)) + (kVMax - kVMin) * fabsf(float(grad_per_v));
     const double dh_per_q = double(group.rstd) * scale;
-    // to_half is below 2^15 / most. So it is below 2^126, and finite, if most is at least 2^-111.
-    const double most = fmaxf(most_q * largest[c][1], 0x1p-111f);
-    const float dh_scale = scale_below_overflow(float(most * fabs(dh_per_q)));
+    // to_fp16 is below 2^15 / max_q. So it is below 2^126, and finite, if max_q is at least 2^-111.
+    const double max_q = fmaxf(max_q_per_slope * largest[c][1], 0x1p-111f);
+    const float dh_scale = scale_below_overflow(float(max_q * fabs(dh_per_q)));
     channels[first + c] = {Held<T>::kFactor * scale, group.mean, gamma, float(grad_mean), float(grad_per_v),
-        float(dh_per_q * dh_scale * kDhFactor), scale, group.rstd, dh_scale, float(sums[c].y), float(sums[c].x)};
+        float(dh_per_q * dh_scale * kDhFactor), scale, group.rstd, dh_scale, float(sums[c].product),
+        float(sums[c].grad)};
 }
 
 // By all threads of differentiate_rows: fills shared memory with zeros, then stores the channels, the scales, and the
@@ -1390,7 +1407,8 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
         tile.channels[o] = p.channels[int64_t(band.sample) * p.out_channels + o];
     }
     __syncthreads();
-    // The largest power of two with which no weight, so multiplied and divided, overflows fp16.
+    // The largest power of two with which every finite weight, so multiplied and divided, is at most 2^15. It is kept
+    // within [2^-126, 2^126], so that 1 over it is a normal float; where that raises it, weights may overflow fp16.
     float grad_x_scale = 0x1p126f;
     for (int o = 0; o < p.out_channels; ++o) {
         grad_x_scale = fminf(grad_x_scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
@@ -1404,43 +1422,43 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
         const int lane = i % 32;
         const int tap = i / 32 % kTaps;
-        const int half = i / (32 * kTaps);
+        const int o_block = i / (32 * kTaps);
         const int in = lane / 4;
-        const int o = half * 16 + lane % 4 * 2;
+        const int o = o_block * 16 + lane % 4 * 2;
         const auto scaled = [&](int o) {
             if (o >= p.out_channels) return 0.0f;
             const float weight = weight_at<T>(p, o, in, tap);
             return fmaf(kWeightExcess, weight, weight) * (grad_x_scale / tile.channels[o].dh_scale);
         };
-        uint4& words = tile.weights[half][tap][lane];  // hi of o and o + 1, hi of o + 8 and o + 9, then their lo
+        uint4& words = tile.weights[o_block][tap][lane];  // hi of o and o + 1, hi of o + 8 and o + 9, then their lo
         split_two(scaled(o), scaled(o + 1), words.x, words.z);
         split_two(scaled(o + 8), scaled(o + 9), words.y, words.w);
     }
     __syncthreads();
 }
 
-// By a warp of make_dh, whose channels are `first` to first + 3: writes a row of partial sums of the gradients of bias,
+// By a warp of make_dh, of four channels from first_channel on: writes a row of partial sums of the gradients of bias,
 // scale, gamma and beta, in this order, out_channels values each. Those of other warps' channels are 0. `sums` are this
 // lane's, of q and of q * h, by channel: bias has the gradient sum(q) * rstd * scale, and scale sum(q * h) * rstd.
 template <typename T>
 __device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T>& p, const GradientTile& tile,
-    const RowBand& band, int first, const float (&sums)[2][4]) {
+    const RowBand& band, int first_channel, const float (&sums)[2][4]) {
     const int lane = threadIdx.x % 32;
-    float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
+    float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first_channel / 4) * p.sum_width + p.weight_count;
     for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;
     __syncwarp();
     const bool is_first_band = band.first_row == 0;  // it alone adds gamma's and beta's, which are of the whole sample
     for (int k = 0; k < 4; ++k) {
-        const Channel& c = tile.channels[first + k];
-        const float of_bias = sum_of_lanes(sums[0][k], 32) * c.rstd * c.scale;
-        const float of_scale = sum_of_lanes(sums[1][k], 32) * c.rstd;
+        const Channel& channel = tile.channels[first_channel + k];
+        const float grad_bias = sum_of_lanes(sums[0][k], 32) * channel.rstd * channel.scale;
+        const float grad_scale = sum_of_lanes(sums[1][k], 32) * channel.rstd;
         float value = 0;
-        if (lane == 0) value = of_bias;
-        if (lane == 1) value = of_scale;
-        if (lane == 2 && is_first_band) value = c.of_gamma;
-        if (lane == 3 && is_first_band) value = c.of_beta;
-        if (lane >= 4 || first + k >= p.out_channels) continue;
-        vectors[lane * p.out_channels + first + k] = value;
+        if (lane == 0) value = grad_bias;
+        if (lane == 1) value = grad_scale;
+        if (lane == 2 && is_first_band) value = channel.grad_gamma;
+        if (lane == 3 && is_first_band) value = channel.grad_beta;
+        if (lane >= 4 || first_channel + k >= p.out_channels) continue;
+        vectors[lane * p.out_channels + first_channel + k] = value;
     }
 }
 
@@ -1451,12 +1469,12 @@ template <typename T>
 __device__ __forceinline__ void make_dh(
     const BackwardArguments<T>& p, GradientTile& tile, const RowBand& band, Fetched<T>& fetched) {
     fewer_registers<kMakerRegisters>();
-    const int first = threadIdx.x / 32 % kWarps * 4;  // channel of the warp
+    const int first_channel = threadIdx.x / 32 % kWarps * 4;  // of the warp
     const int lane = threadIdx.x % 32;
-    const int plane = p.rows * p.columns;
-    const int channels = min(p.out_channels - first, 4);
+    const int output_pixels = p.rows * p.columns;
+    const int channel_count = min(p.out_channels - first_channel, 4);
     const int end = min(band.last_row, p.rows);
-    const int64_t begin = (int64_t(band.sample) * p.out_channels + first) * plane;
+    const int64_t begin = (int64_t(band.sample) * p.out_channels + first_channel) * output_pixels;
     const T* const warp_h = p.h + begin;
     const T* const warp_grad = static_cast<const T*>(p.grad) + begin;
     const auto fetch = [&](int row, unsigned pair) {
@@ -1464,29 +1482,29 @@ __device__ __forceinline__ void make_dh(
         const T* grad = warp_grad + (row * p.columns + 2 * pair);
         asm("" : "+l"(h), "+l"(grad));  // keeps the compiler from computing both anew for each copy: saves 1%
         for (int k = 0; k < 4 && row < end; ++k) {
-            if (k >= channels || int(2 * pair) >= p.columns) continue;
-            __pipeline_memcpy_async(&fetched.h[k][pair], h + k * plane, sizeof(Pair<T>));
-            __pipeline_memcpy_async(&fetched.grad[k][pair], grad + k * plane, sizeof(Pair<T>));
+            if (k >= channel_count || int(2 * pair) >= p.columns) continue;
+            __pipeline_memcpy_async(&fetched.h[k][pair], h + k * output_pixels, sizeof(Pair<T>));
+            __pipeline_memcpy_async(&fetched.grad[k][pair], grad + k * output_pixels, sizeof(Pair<T>));
         }
         __pipeline_commit();
     };
-    const int column = threadIdx.x % kMostColumns;
-    const int image = p.height * p.width;  // of x
-    T x[kMostIn];
+    const int column = threadIdx.x % kMaxColumns;
+    const int x_pixels = p.height * p.width;
+    T x[kMaxInChannels];
     const auto load_x = [&](int row) {
         const int in = column < p.width && row < p.height ? p.in_channels : 0;
-        const T* const from = static_cast<const T*>(p.x) + p.x_at(band.sample, 0, row, column);
-        for (int i = 0; i < kMostIn; ++i) x[i] = i < in ? __ldg(from + i * image) : from_float<T>(0.0f);
+        const T* const from = static_cast<const T*>(p.x) + p.x_offset(band.sample, 0, row, column);
+        for (int i = 0; i < kMaxInChannels; ++i) x[i] = i < in ? __ldg(from + i * x_pixels) : from_float<T>(0.0f);
     };
     const auto store_x = [&](int row) {
-        uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
-        float scaled[kMostIn];
-        for (int i = 0; i < kMostIn; ++i) scaled[i] = to_float(x[i]) * tile.x_scale;
-        split_pixel(scaled, to[0], to[kPlane]);
+        uint4* const to = tile.x[row % kXRowStages] + column % 4 * kSubRowCells + column / 4;
+        float scaled[kMaxInChannels];
+        for (int i = 0; i < kMaxInChannels; ++i) scaled[i] = to_float(x[i]) * tile.x_scale;
+        split_pixel(scaled, to[0], to[kRowCells]);
     };
     // In registers: in bfloat16 a training step takes 0.94 of the time that it takes with these in shared memory.
-    Channel own[4];
-    for (int k = 0; k < 4; ++k) own[k] = tile.channels[first + k];
+    Channel own_channels[4];
+    for (int k = 0; k < 4; ++k) own_channels[k] = tile.channels[first_channel + k];
     float sums[2][4] = {};  // of q and of q * h, by channel
     for (int i = 0; i < 4; ++i) fetch(band.first_dh_row, lane + 32 * i);
     for (int row = band.first_dh_row; row < band.first_dh_row + 2; ++row) {
@@ -1496,81 +1514,82 @@ __device__ __forceinline__ void make_dh(
     for (int row = band.first_dh_row; row < band.last_row; ++row) {
         load_x(row + 2);
         mbarrier_wait(&tile.empty[row & 1], ((row - band.first_dh_row) / 2 & 1) ^ 1);
-        float of_row[2][4] = {};
+        float row_sums[2][4] = {};
 #pragma unroll 1
         for (unsigned pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
             __pipeline_wait_prior(3);  // for this pair's copies: those of three more pairs may be on their way
             if (int(2 * pair) < p.columns) {
                 float dh[2][4];
                 for (int k = 0; k < 4; ++k) {
-                    const Channel& c = own[k];
+                    const Channel& channel = own_channels[k];
                     const Pair<T> two_h = fetched.h[k][pair];
                     const Pair<T> two_grads = fetched.grad[k][pair];
                     for (int i = 0; i < 2; ++i) {
                         const float h = to_float(i == 0 ? two_h.a : two_h.b);
                         const float grad = to_float(i == 0 ? two_grads.a : two_grads.b);
-                        const float q = c.template q<T>(h, grad);
-                        of_row[0][k] += q;
-                        of_row[1][k] = fmaf(q, h, of_row[1][k]);
-                        dh[i][k] = q * c.to_half;
+                        const float q = channel.template q<T>(h, grad);
+                        row_sums[0][k] += q;
+                        row_sums[1][k] = fmaf(q, h, row_sums[1][k]);
+                        dh[i][k] = q * channel.to_fp16;
                     }
                 }
                 for (int i = 0; i < 2; ++i) {
-                    uint4* const cell = tile.dh[row & 1][first / 8] + (2 * pair + i) % 4 * kSub + pair / 2 + 1;
+                    uint4* const cell =
+                        tile.dh[row & 1][first_channel / 8] + (2 * pair + i) % 4 * kSubRowCells + pair / 2 + 1;
                     uint2 hi, lo;  // four channels, half of a cell
                     split_two(dh[i][0], dh[i][1], hi.x, lo.x);
                     split_two(dh[i][2], dh[i][3], hi.y, lo.y);
-                    reinterpret_cast<uint2*>(cell)[first / 4 % 2] = hi;
-                    if (kHasLow<T>) reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
+                    reinterpret_cast<uint2*>(cell)[first_channel / 4 % 2] = hi;
+                    if (!kIs16Bit<T>) reinterpret_cast<uint2*>(cell + kRowCells)[first_channel / 4 % 2] = lo;
                 }
             }
             fetch(row + 1, pair);
         }
         if (row < p.rows) store_x(row + 2);
-        for (int k = 0; k < 8 && row >= band.first_row; ++k) sums[k / 4][k % 4] += of_row[k / 4][k % 4];
+        for (int k = 0; k < 8 && row >= band.first_row; ++k) sums[k / 4][k % 4] += row_sums[k / 4][k % 4];
         mbarrier_arrive(&tile.full[row & 1]);
     }
-    store_vector_gradients(p, tile, band, first, sums);
+    store_vector_gradients(p, tile, band, first_channel, sums);
 }
 
-// By a warp: adds what its 32 columns of a row contribute to the weights' gradient. total[half][tap][2 c + i] is of
-// output channel 16 half + 8 c + lane / 4 and input channel 2 (lane % 4) + i.
-template <bool HAS_LOW>
-__device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
+// By a warp: adds what its 32 columns of a row contribute to the weights' gradient. total[b][tap][2 k + i] is of output
+// channel 16 b + 8 k + lane / 4 and input channel 2 (lane % 4) + i.
+template <typename T>
+__device__ __forceinline__ void add_to_grad_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
     const int own_matrix = threadIdx.x % 32 / 8;  // the matrix that this lane points ldmatrix at: 0 to 3
     const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
-#pragma unroll(HAS_LOW ? 2 : 1)  // as in add_to_x
+#pragma unroll(kIs16Bit<T> ? 1 : 2)  // as in add_to_grad_x
     for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
-        uint32_t hi[2][4], lo[2][4];  // [half]: 16 channels of dh by 16 columns
-        for (int half = 0; half < 2; ++half) {
-            const uint4* const channels = tile.dh[row & 1][2 * half + own_matrix % 2];
-            const uint4* const from = channels + (2 * step + own_matrix / 2) * kSub + cell + 1;
-            load_matrices<true>(hi[half], from);
-            if (HAS_LOW) load_matrices<true>(lo[half], from + kPlane);
+        uint32_t hi[2][4], lo[2][4];  // [o_block]: 16 channels of dh by 16 columns
+        for (int o_block = 0; o_block < 2; ++o_block) {
+            const uint4* const dh_cells = tile.dh[row & 1][2 * o_block + own_matrix % 2];
+            const uint4* const from = dh_cells + (2 * step + own_matrix / 2) * kSubRowCells + cell + 1;
+            load_matrices<true>(hi[o_block], from);
+            if (!kIs16Bit<T>) load_matrices<true>(lo[o_block], from + kRowCells);
         }
 #pragma unroll
         for (int ky = 0; ky < 3; ++ky) {
-            const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
-            const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
+            const uint4* const x = tile.x[(row + ky) % kXRowStages] + cell;
+            const auto matrix = [&](int m) { return x + m % 4 * kSubRowCells + m / 4; };
             uint32_t b[2][4];  // hi, lo of matrices 2 step to 2 step + 3: the first two for kx 0, the last two for kx 2
             uint32_t odd[4];  // matrices 2 step + 1 and 2 step + 2, of hi and then of lo, for kx 1
             load_matrices<true>(b[0], matrix(2 * step + own_matrix));
-            if (HAS_LOW) load_matrices<true>(b[1], matrix(2 * step + own_matrix) + kPlane);
-            load_matrices<true>(odd, matrix(2 * step + 1 + own_matrix % 2) + own_matrix / 2 * kPlane);
+            if (!kIs16Bit<T>) load_matrices<true>(b[1], matrix(2 * step + own_matrix) + kRowCells);
+            load_matrices<true>(odd, matrix(2 * step + 1 + own_matrix % 2) + own_matrix / 2 * kRowCells);
             float sums[2][3][4] = {};
             // dh's lo by x's hi, hi by lo, then hi by hi: the smallest products first. Six sums are independent of each
             // other, so that the tensor cores need not wait for one.
-            for (int k = HAS_LOW ? 0 : 12; k < 18; ++k) {
-                const int product = k / 6, half = k / 3 % 2, kx = k % 3;
+            for (int k = kIs16Bit<T> ? 12 : 0; k < 18; ++k) {
+                const int product = k / 6, o_block = k / 3 % 2, kx = k % 3;
                 const int x_piece = product == 1 ? 1 : 0;  // 1: lo
-                const uint32_t* const of_dh = product == 0 ? lo[half] : hi[half];
-                const uint32_t* const of_x = kx == 1 ? odd + 2 * x_piece : b[x_piece] + kx;
-                float (&to)[4] = HAS_LOW ? sums[half][kx] : total[half][3 * ky + kx];
-                mma16(to, of_dh, of_x);
+                const uint32_t* const dh_fragment = product == 0 ? lo[o_block] : hi[o_block];
+                const uint32_t* const x_fragment = kx == 1 ? odd + 2 * x_piece : b[x_piece] + kx;
+                float (&to)[4] = kIs16Bit<T> ? total[o_block][3 * ky + kx] : sums[o_block][kx];
+                mma16(to, dh_fragment, x_fragment);
             }
-            for (int k = 0; k < 24 && HAS_LOW; ++k) {
-                const int half = k / 12, kx = k / 4 % 3, i = k % 4;
-                total[half][3 * ky + kx][i] += sums[half][kx][i];
+            for (int k = 0; k < 24 && !kIs16Bit<T>; ++k) {
+                const int o_block = k / 12, kx = k / 4 % 3, i = k % 4;
+                total[o_block][3 * ky + kx][i] += sums[o_block][kx][i];
             }
         }
     }
@@ -1578,43 +1597,44 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 
 // By a warp: adds what a row of dh contributes to three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of the
 // warp's column 4 (lane / 4) + j and input channel 2 (lane % 4) + i.
-template <bool HAS_LOW>
-__device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
+template <typename T>
+__device__ __forceinline__ void add_to_grad_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32;
     const int own_matrix = lane / 8 % 2;
     const int cell = threadIdx.x / 32 * 8 + lane % 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
+    for (int o_block = 0; o_block < 2; ++o_block) {
+        const uint4* const dh = tile.dh[row & 1][2 * o_block + lane / 16];
         float sums[3][2][4] = {};
-#pragma unroll(HAS_LOW ? 3 : 1)  // unrolled float32 takes 0.99 of the time, bfloat16 1.02
+#pragma unroll(kIs16Bit<T> ? 1 : 3)  // unrolled float32 takes 0.99 of the time, bfloat16 1.02
         for (int kx = 0; kx < 3; ++kx) {
-            uint32_t hi[2][4], lo[2][4];  // [t]: columns 4 i + 2 t - kx, and + 1, of 8 channels; then of 8 more
-            for (int t = 0; t < 2; ++t) {
-                const int m = 2 * t - kx + own_matrix + 4;
-                const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
-                load_matrices<false>(hi[t], from);
-                if (HAS_LOW) load_matrices<false>(lo[t], from + kPlane);
+            // [column_pair]: an A operand of 16 x 16. Rows 0 to 7 are the columns 4 i + 2 column_pair - kx, i from 0 to
+            // 7, and rows 8 to 15 the column after each. K 0 to 7 are eight channels, K 8 to 15 the next eight.
+            uint32_t hi[2][4], lo[2][4];
+            for (int column_pair = 0; column_pair < 2; ++column_pair) {
+                const int m = 2 * column_pair - kx + own_matrix + 4;
+                const uint4* const from = dh + m % 4 * kSubRowCells + cell + m / 4;
+                load_matrices<false>(hi[column_pair], from);
+                if (!kIs16Bit<T>) load_matrices<false>(lo[column_pair], from + kRowCells);
             }
-            // dh's lo by the weights' hi, hi by lo, then hi by hi, as in add_to_weights.
-            for (int k = HAS_LOW ? 0 : 12; k < 18; ++k) {
-                const int product = k / 6, ky = k / 2 % 3, t = k % 2;
-                const uint4 w = tile.weights[half][3 * ky + kx][lane];
-                const uint32_t* const of_dh = product == 0 ? lo[t] : hi[t];
-                const uint32_t* const of_weights = product == 1 ? &w.z : &w.x;
-                float (&to)[4] = HAS_LOW ? sums[ky][t] : total[ky][t];
-                mma16(to, of_dh, of_weights);
+            // dh's lo by the weights' hi, hi by lo, then hi by hi, as in add_to_grad_weights.
+            for (int k = kIs16Bit<T> ? 12 : 0; k < 18; ++k) {
+                const int product = k / 6, ky = k / 2 % 3, column_pair = k % 2;
+                const uint4 w = tile.weights[o_block][3 * ky + kx][lane];
+                const uint32_t* const dh_fragment = product == 0 ? lo[column_pair] : hi[column_pair];
+                const uint32_t* const weight_fragment = product == 1 ? &w.z : &w.x;
+                float (&to)[4] = kIs16Bit<T> ? total[ky][column_pair] : sums[ky][column_pair];
+                mma16(to, dh_fragment, weight_fragment);
             }
         }
-        for (int k = 0; k < 24 && HAS_LOW; ++k) {
-            const int ky = k / 8, t = k / 4 % 2, i = k % 4;
-            total[ky][t][i] += sums[ky][t][i];
+        for (int k = 0; k < 24 && !kIs16Bit<T>; ++k) {
+            const int ky = k / 8, column_pair = k / 4 % 2, i = k % 4;
+            total[ky][column_pair][i] += sums[ky][column_pair][i];
         }
     }
 }
 
-// By a warp: stores a row of x's gradient, of which a lane has four columns of two channels. Then total moves up one
-// row.
+// By a warp: stores a row of x's gradient (of a lane four columns of two channels). Then total moves up one row.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
     const BackwardArguments<T>& p, const RowBand& band, int row, float factor, float (&total)[3][2][4]) {
@@ -1625,7 +1645,7 @@ __device__ __forceinline__ void store_grad_x(
         if (in >= p.in_channels || column >= p.width) continue;
         const float a = total[0][pair][i] * factor;
         const float b = total[0][pair][2 + i] * factor;
-        auto* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(band.sample, in, row, column));
+        auto* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_offset(band.sample, in, row, column));
         *to = {from_float<T>(a), from_float<T>(b)};
     }
     for (int k = 0; k < 8; ++k) {
@@ -1635,31 +1655,30 @@ __device__ __forceinline__ void store_grad_x(
     }
 }
 
-// Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers to
-// the end.
+// Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers.
 template <typename T>
 __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const RowBand& band) {
     more_registers<kMultiplierRegisters>();
-    float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
+    float grad_weights[2][kTaps][4] = {}, grad_x_rows[3][2][4] = {};
     const float grad_x_factor = 1 / tile.grad_x_scale;
     for (int row = band.first_dh_row; row < band.last_row; ++row) {
         mbarrier_wait(&tile.full[row & 1], (row - band.first_dh_row) / 2 & 1);
-        if (row < p.rows && p.grad_x != nullptr) add_to_x<kHasLow<T>>(tile, row, grad_x);
-        if (row < p.rows && row >= band.first_row) add_to_weights<kHasLow<T>>(tile, row, weights);
+        if (row < p.rows && p.grad_x != nullptr) add_to_grad_x<T>(tile, row, grad_x_rows);
+        if (row < p.rows && row >= band.first_row) add_to_grad_weights<T>(tile, row, grad_weights);
         mbarrier_arrive(&tile.empty[row & 1]);
-        if (p.grad_x != nullptr) store_grad_x(p, band, row, grad_x_factor, grad_x);
+        if (p.grad_x != nullptr) store_grad_x(p, band, row, grad_x_factor, grad_x_rows);
     }
     const int lane = threadIdx.x % 32;
     float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
-    const bool remade = p.remade[band.sample];  // then differentiate_plainly computes this gradient
-    for (int c = 0; c < 4; ++c) {
-        const int o = 8 * c + lane / 4;
+    const bool recomputed = p.recomputed[band.sample];  // then recompute_gradients computes this gradient
+    for (int octet = 0; octet < 4; ++octet) {
+        const int o = 8 * octet + lane / 4;
         const float unscale = 1 / tile.channels[o].dh_scale * (1 / tile.x_scale);
         const float factor = fminf(unscale, 0x1p126f);  // not infinite: 0 times infinity is NaN
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int tap = k / 2, i = k % 2;
             const int in = lane % 4 * 2 + i;
-            const float value = remade ? 0.0f : weights[c / 2][tap][c % 2 * 2 + i] * factor;
+            const float value = recomputed ? 0.0f : grad_weights[octet / 2][tap][octet % 2 * 2 + i] * factor;
             if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
         }
     }
@@ -1667,16 +1686,16 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
 
 template <typename T, bool BENCHMARK>
 __global__ void __launch_bounds__(kRowsThreads, 1)
-    differentiate_rows(const __grid_constant__ BackwardArguments<T> given, int bands) {
+    differentiate_rows(const __grid_constant__ BackwardArguments<T> given, int row_bands) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     BackwardArguments<T> p = given;
     if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
     extern __shared__ uint4 shared[];
     GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
-    const int number = blockIdx.x % bands;  // of the band, in its sample
-    const int first_row = p.height * number / bands;
-    const int last_row = p.height * (number + 1) / bands;
-    const RowBand band = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
+    const int number = blockIdx.x % row_bands;  // of the band, in its sample
+    const int first_row = p.height * number / row_bands;
+    const int last_row = p.height * (number + 1) / row_bands;
+    const RowBand band = {int(blockIdx.x) / row_bands, first_row, last_row, max(first_row - 2, 0)};
     prepare_tile(p, tile, band);
     Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
     if (threadIdx.x >= 32 * kWarps) make_dh(p, tile, band, *fetched);
@@ -1688,41 +1707,42 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 // some values of each gradient, and for each value it computes every dh that it needs. The weights' gradient goes to
 // the sample's first row of partial sums, where `multiply` left zeros.
 template <typename T>
-__global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
+__global__ void recompute_gradients(const __grid_constant__ BackwardArguments<T> p, int row_bands) {
     const int sample = blockIdx.x;
-    const int plane = p.rows * p.columns;
-    const int image = p.height * p.width;
-    if (!p.remade[sample]) return;
-    const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
+    const int output_pixels = p.rows * p.columns;
+    const int x_pixels = p.height * p.width;
+    if (!p.recomputed[sample]) return;
+    const T* const x = static_cast<const T*>(p.x) + p.x_offset(sample, 0, 0, 0);
     const auto dh = [&](int o, int row, int column) {
-        const int64_t channel = int64_t(sample) * p.out_channels + o;
-        const int64_t at = channel * plane + row * p.columns + column;
-        const Channel& c = p.channels[channel];
-        return c.template q<T>(to_float(p.h[at]), to_float(static_cast<const T*>(p.grad)[at])) * c.rstd * c.scale;
+        const int64_t index = int64_t(sample) * p.out_channels + o;
+        const int64_t at = index * output_pixels + row * p.columns + column;
+        const Channel& channel = p.channels[index];
+        const float q = channel.template q<T>(to_float(p.h[at]), to_float(static_cast<const T*>(p.grad)[at]));
+        return q * channel.rstd * channel.scale;
     };
     const int thread = blockIdx.y * blockDim.x + threadIdx.x;
     const int threads = gridDim.y * blockDim.x;
-    for (int i = thread; i < p.in_channels * image && p.grad_x != nullptr; i += threads) {
+    for (int i = thread; i < p.in_channels * x_pixels && p.grad_x != nullptr; i += threads) {
         float sum = 0;
         for (int k = 0; k < p.out_channels * kTaps; ++k) {
             const int o = k / kTaps, tap = k % kTaps;
-            const int row = i % image / p.width - tap / 3;
+            const int row = i % x_pixels / p.width - tap / 3;
             const int column = i % p.width - tap % 3;
             if (row < 0 || row >= p.rows || column < 0 || column >= p.columns) continue;
-            sum = fmaf(dh(o, row, column), weight_at<T>(p, o, i / image, tap), sum);
+            sum = fmaf(dh(o, row, column), weight_at<T>(p, o, i / x_pixels, tap), sum);
         }
-        p.grad_x[p.x_at(sample, 0, 0, 0) + i] = from_float<T>(sum);
+        p.grad_x[p.x_offset(sample, 0, 0, 0) + i] = from_float<T>(sum);
     }
-    for (int i = thread; i < p.weights; i += threads) {
+    for (int i = thread; i < p.weight_count; i += threads) {
         const int in = i / kTaps % p.in_channels;
         const int tap = i % kTaps;
         double sum = 0;
-        for (int k = 0; k < plane; ++k) {
+        for (int k = 0; k < output_pixels; ++k) {
             const int row = k / p.columns, column = k % p.columns;
-            const float value = to_float(x[in * image + (row + tap / 3) * p.width + column + tap % 3]);
+            const float value = to_float(x[in * x_pixels + (row + tap / 3) * p.width + column + tap % 3]);
             sum += double(dh(i / kTaps / p.in_channels, row, column)) * value;
         }
-        p.sums[int64_t(sample) * bands * kWarps * p.sum_width + i] = float(sum);
+        p.sums[int64_t(sample) * row_bands * kWarps * p.sum_width + i] = float(sum);
     }
 }
 
@@ -1743,49 +1763,49 @@ __global__ void __launch_bounds__(1024) add_rows(const float* sums, int64_t rows
 
 // Bands of a sample in differentiate_rows, a block each: as many as the multiprocessors can run at once, with eight
 // rows or more, as two more rows of dh are computed for each band; but a sample has at least one band.
-static int bands_of(const int64_t* sizes) {
+static int row_bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
 // The most bands that a sample has in convolve_and_normalize: each but the last has two rows of the output or more.
-static int64_t most_bands(const int64_t* sizes) { return (sizes[kHeight] - 1) / 2; }
+static int64_t max_bands(const int64_t* sizes) { return (sizes[kHeight] - 1) / 2; }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
-    const int64_t pixels = (sizes[kHeight] - 2) * (sizes[kWidth] - 2);
+    const int64_t output_pixels = (sizes[kHeight] - 2) * (sizes[kWidth] - 2);
     const int64_t channels = sizes[kSamples] * sizes[kOutChannels];
-    const int64_t measured = sizeof(float4) * most_bands(sizes);  // of a channel
-    const int64_t h = (sizes[kType] == 0 ? 4 : 2) * pixels;
-    *bytes = channels * (int64_t(sizeof(Channel)) + measured + h) + 2 * sizeof(uint32_t) * sizes[kSamples];
-    *rows = sizes[kSamples] * bands_of(sizes) * kWarps;
+    const int64_t measures_bytes = sizeof(BandMeasures) * max_bands(sizes);  // of a channel
+    const int64_t h_bytes = (sizes[kType] == 0 ? 4 : 2) * output_pixels;
+    *bytes = channels * (int64_t(sizeof(Channel)) + measures_bytes + h_bytes) + 2 * sizeof(uint32_t) * sizes[kSamples];
+    *rows = sizes[kSamples] * row_bands_of(sizes) * kWarps;
 }
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     const ConvArguments conv = arguments_of(pointers, sizes, 0);
-    // The workspace: channels, measured, h, largest, remade.
+    // The workspace: channels, band_measures, h, largest, recomputed.
     const int64_t all_channels = sizes[kSamples] * sizes[kOutChannels];
     auto* const channels = static_cast<Channel*>(pointers[kWorkspace]);
-    auto* const measured = reinterpret_cast<float4*>(channels + all_channels);
-    auto* const h = reinterpret_cast<T*>(measured + all_channels * most_bands(sizes));
-    const int weights = conv.out_channels * conv.in_channels * kTaps;
+    auto* const band_measures = reinterpret_cast<BandMeasures*>(channels + all_channels);
+    auto* const h = reinterpret_cast<T*>(band_measures + all_channels * max_bands(sizes));
+    const int weight_count = conv.out_channels * conv.in_channels * kTaps;
     BackwardArguments<T> p = {conv, h, static_cast<T*>(pointers[kGradX]), channels,
-        static_cast<float*>(pointers[kSums]), weights, weights + 4 * conv.out_channels};
+        static_cast<float*>(pointers[kSums]), weight_count, weight_count + 4 * conv.out_channels};
     p.out = h;
     p.largest = reinterpret_cast<uint32_t*>(h + all_channels * p.rows * p.columns);
-    p.remade = p.largest + p.samples;
+    p.recomputed = p.largest + p.samples;
     p.grad = pointers[kGrad];
-    p.measured = measured;
+    p.band_measures = band_measures;
     // For is_benchmark, and for the bands in finish_groups. launch_forward plans its own copy of p.
     plan_forward(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
-    const int bands = bands_of(sizes);
+    const int row_bands = row_bands_of(sizes);
     int error = launch_forward<T, false>(p, sizes, stream);
     const auto kernel = is_benchmark(p) ? differentiate_rows<T, true> : differentiate_rows<T, false>;
     if (error == 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != 0) return error;
     finish_groups<T><<<unsigned(p.samples) * p.groups, 32 * p.group_channels, 0, stream>>>(p, channels);
-    kernel<<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
-    // Blocks of samples that are not `remade` end at once. A sample has only eight blocks, as few samples are.
-    differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
-    const int64_t rows = sizes[kSamples] * bands * kWarps;
+    kernel<<<unsigned(p.samples) * row_bands, kRowsThreads, bytes, stream>>>(p, row_bands);
+    // Blocks of samples that are not `recomputed` end at once. A sample has only eight blocks, as few samples are.
+    recompute_gradients<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, row_bands);
+    const int64_t rows = sizes[kSamples] * row_bands * kWarps;
     auto* const grad_parameters = static_cast<float*>(pointers[kGradParameters]);
     add_rows<<<(p.sum_width + 31) / 32, 1024, 0, stream>>>(p.sums, rows, p.sum_width, grad_parameters);
     return cudaGetLastError();
@@ -1814,7 +1834,7 @@ CPP_SOURCE = r"""
 
 namespace {
 using at::Tensor;
-using Pair = std::tuple<Tensor, Tensor>;
+using TensorPair = std::tuple<Tensor, Tensor>;
 // The order of `tensors` everywhere: x, the convolution's weight and bias, bias, scale, the norm's weight and bias. The
 // operators `forward` and `backward` get them in one dtype. Under autocast `network` may get several.
 enum { kInput, kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kTensors };
@@ -1836,7 +1856,7 @@ bool in_order(const Tensor& t) {
     return is_contiguous && t.sym_stride(1) == t.sym_size(2) * t.sym_size(3) && t.sym_stride(3) == 1;
 }
 // Whether our kernels take these tensors, if `fits` takes the image: all on one Hopper, of one dtype or under autocast,
-// with few channels and 3x3 weights. The vectors need not be contiguous.
+// with few channels and 3x3 weights, x and the weight contiguous. The vectors need not be contiguous.
 bool are_valid(at::TensorList t, int64_t groups) {
     const Tensor &x = t[kInput], &weight = t[kWeight];
     const bool any_dtype = at::autocast::is_autocast_enabled(at::kCUDA);
@@ -1856,23 +1876,23 @@ bool are_valid(at::TensorList t, int64_t groups) {
     }
     return groups > 0 && channels % groups == 0;
 }
-// Whether our kernels take images of this size.
-bool fits(const Tensor& x, bool recorded) {
+// Whether our kernels take images of this size, and so many samples.
+bool fits(const Tensor& x, bool needs_grad) {
     const c10::SymInt rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
     if (rows < 1 || columns < 2 || columns % 2 != 0 || rows * columns % 4 != 0) return false;
     // All blocks together must hold a sample, with two rows each. With 350 columns and 32 channels a block needs 223.5
-    // of 227 KiB, for x and two places of two rows. differentiate_rows takes 256 columns of x (kMostColumns).
+    // of 227 KiB, for x and two stages of two rows. differentiate_rows takes 256 columns of x (kMaxColumns).
     // With fewer than 2^25 samples, samples times groups stay below 2^30: an int, and a grid of finish_groups.
     const int sms = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
-    if (x.sym_size(0) >= 1 << 25 || rows > 2 * sms || columns > (recorded ? 254 : 350)) return false;
+    if (x.sym_size(0) >= 1 << 25 || rows > 2 * sms || columns > (needs_grad ? 254 : 350)) return false;
     // With gradients, the partial sums must be no more values than h, if a sample is one band of differentiate_rows.
     // (With more bands there are few samples, and the sums take at most about 11 MB.)
-    return !recorded || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
+    return !needs_grad || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
 }
 
 // The output, and 34 8-byte words for each group: first the totals of all groups, kTotalsStride (32) words each, and
 // behind them their statistics, two words each.
-Pair forward_meta(at::TensorList tensors, int64_t groups, double) {
+TensorPair forward_meta(at::TensorList tensors, int64_t groups, double) {
     const Tensor &x = tensors[kInput], &weight = tensors[kWeight];
     const c10::SymInt samples = x.sym_size(0), rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
     return {at::empty_symint({samples, weight.sym_size(0), rows, columns}, x.options()),
@@ -1880,10 +1900,10 @@ Pair forward_meta(at::TensorList tensors, int64_t groups, double) {
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of either bias (the two have the same),
 // of scale, gamma and beta.
-Pair backward_meta(const Tensor&, at::TensorList tensors, const Tensor&, bool of_x) {
+TensorPair backward_meta(const Tensor&, at::TensorList tensors, const Tensor&, bool wants_grad_x) {
     const Tensor& x = tensors[kInput];
     const auto values = tensors[kWeight].sym_numel() + 4 * tensors[kBias].sym_numel();
-    return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
+    return {wants_grad_x ? at::empty_like(x) : at::empty({0}, x.options()),
         at::empty_symint({values}, x.options().dtype(at::kFloat))};
 }
 
@@ -1899,7 +1919,7 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
 
 // What the launchers take, in the order of the kernels' enums Size, Pointer and BackwardPointer.
 struct Arguments {
-    c10::SmallVector<Tensor, 16> held;
+    c10::SmallVector<Tensor, 16> kept_alive;
     c10::SmallVector<void*, 16> pointers;
     std::array<int64_t, 9> sizes;
     Arguments(at::TensorList tensors, const Tensor& out, const Tensor& group_sums) {
@@ -1917,13 +1937,13 @@ struct Arguments {
     }
     void add(Tensor t) {
         pointers.push_back(t.data_ptr());
-        held.push_back(std::move(t));
+        kept_alive.push_back(std::move(t));
     }
 };
 
-Pair forward_cuda(at::TensorList tensors, int64_t groups, double eps) {
+TensorPair forward_cuda(at::TensorList tensors, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(tensors[kInput].device());
-    Pair results = forward_meta(tensors, groups, eps);
+    TensorPair results = forward_meta(tensors, groups, eps);
     const auto& [out, group_sums] = results;
     if (out.numel() == 0) return results;
     if (!fits(tensors[kInput], false)) return {plain(tensors, groups, eps), group_sums};
@@ -1933,26 +1953,26 @@ Pair forward_cuda(at::TensorList tensors, int64_t groups, double eps) {
     return results;
 }
 
-Pair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tensor& group_sums, bool of_x) {
+TensorPair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tensor& group_sums, bool wants_grad_x) {
     const c10::cuda::CUDAGuard guard(grad.device());
-    auto [grad_x, of_parameters] = backward_meta(grad, tensors, group_sums, of_x);
-    if (grad.numel() == 0) return {grad_x, of_parameters.zero_()};
+    auto [grad_x, grad_parameters] = backward_meta(grad, tensors, group_sums, wants_grad_x);
+    if (grad.numel() == 0) return {grad_x, grad_parameters.zero_()};
     Arguments arguments(tensors, grad_x, group_sums);  // kOut is not read: h is written to the workspace
     int64_t bytes, rows;
     conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
-    const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
+    const Tensor sums = at::empty({rows, grad_parameters.numel()}, grad_parameters.options());
     const Tensor workspace = at::empty({bytes}, sums.options().dtype(at::kByte));
-    for (const Tensor& t : {workspace, aligned(grad), grad_x, sums, of_parameters}) arguments.add(t);
+    for (const Tensor& t : {workspace, aligned(grad), grad_x, sums, grad_parameters}) arguments.add(t);
     check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
-    return {grad_x, of_parameters};
+    return {grad_x, grad_parameters};
 }
 
-// The operator of that name, to call by way of PyTorch's dispatcher. That has an implementation for GPUs (_cuda) and
-// one for tracing (_meta), which only makes tensors of the right sizes.
+// The operator of that name, to call by way of PyTorch's dispatcher. The operator has one implementation for GPUs
+// (_cuda) and one for tracing (_meta), which only makes tensors of the right sizes.
 template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
 }
-Pair call_forward(at::TensorList tensors, int64_t groups, double eps) {
+TensorPair call_forward(at::TensorList tensors, int64_t groups, double eps) {
     static const auto forward = operator_of<decltype(forward_meta)>("NAMESPACE::forward");
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     return forward.call(tensors, groups, eps);
@@ -1961,7 +1981,7 @@ Pair call_forward(at::TensorList tensors, int64_t groups, double eps) {
 // The whole network, for autograd. Saves its inputs and the groups' sums; the backward computes h again.
 struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
     using Context = torch::autograd::AutogradContext;
-    using Gradients = torch::autograd::variable_list;
+    using Tensors = torch::autograd::variable_list;
 
     static Tensor forward(Context* context, const Tensor& x, const Tensor& weight, const Tensor& conv_bias,
         const Tensor& bias, const Tensor& scale, const Tensor& gamma, const Tensor& beta, int64_t groups, double eps) {
@@ -1971,42 +1991,43 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         context->saved_data["eps"] = eps;
         return out;
     }
-    static Gradients backward(Context* context, const Gradients& grads) {
-        Gradients tensors = context->get_saved_variables(), found(kTensors + 2);  // two: none for groups and eps
+    static Tensors backward(Context* context, const Tensors& grads) {
+        Tensors tensors = context->get_saved_variables(), gradients(kTensors + 2);  // two: none for groups and eps
         const Tensor group_sums = tensors.back();
         tensors.pop_back();
         if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
-            differentiate_plainly(context, grads[0], tensors, found);
-            return found;
+            backward_with_graph(context, grads[0], tensors, gradients);
+            return gradients;
         }
         static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
         const at::AutoDispatchBelowADInplaceOrView no_autograd;
-        auto [of_x, of_parameters] = backward.call(grads[0], tensors, group_sums, context->needs_input_grad(kInput));
-        if (context->needs_input_grad(kInput)) found[kInput] = of_x;
-        of_parameters = of_parameters.to(grads[0].scalar_type());
+        const bool wants_grad_x = context->needs_input_grad(kInput);
+        auto [grad_x, grad_parameters] = backward.call(grads[0], tensors, group_sums, wants_grad_x);
+        if (wants_grad_x) gradients[kInput] = grad_x;
+        grad_parameters = grad_parameters.to(grads[0].scalar_type());
         c10::SymInt first = 0;
         for (int i = kWeight; i < kTensors; ++i) {
             const c10::SymInt values = tensors[i].sym_numel();
-            const Tensor gradient = of_parameters.narrow_symint(0, first, values).view_symint(tensors[i].sym_sizes());
-            if (context->needs_input_grad(i)) found[i] = i == kBias ? gradient.clone() : gradient;
+            const Tensor gradient = grad_parameters.narrow_symint(0, first, values).view_symint(tensors[i].sym_sizes());
+            if (context->needs_input_grad(i)) gradients[i] = i == kBias ? gradient.clone() : gradient;
             if (i != kConvBias) first += values;  // both biases have the same gradient
         }
-        return found;
+        return gradients;
     }
     // By the derivatives of the Model's lines, which PyTorch can differentiate again. They are taken with respect to
     // views of the tensors. For one tensor may have been computed from another, and that other's gradient must omit
     // what goes through the first: autograd adds it later.
-    static void differentiate_plainly(Context* context, const Tensor& grad, Gradients& tensors, Gradients& found) {
-        Gradients wanted;
+    static void backward_with_graph(Context* context, const Tensor& grad, Tensors& tensors, Tensors& gradients) {
+        Tensors wanted;
         for (int i = 0; i < kTensors; ++i) {
             tensors[i] = tensors[i].view_symint(tensors[i].sym_sizes());
             if (context->needs_input_grad(i)) wanted.push_back(tensors[i]);
         }
         const Tensor out = plain(tensors, context->saved_data["groups"].toInt(), context->saved_data["eps"].toDouble());
-        const Gradients gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
+        const Tensors computed = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
         int next = 0;
         for (int i = 0; i < kTensors; ++i) {
-            if (context->needs_input_grad(i)) found[i] = gradients[next++];
+            if (context->needs_input_grad(i)) gradients[i] = computed[next++];
         }
     }
 };
@@ -2015,17 +2036,17 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
 Tensor network(const Tensor& x, const Tensor& weight, const Tensor& conv_bias, const Tensor& bias, const Tensor& scale,
     const Tensor& gamma, const Tensor& beta, int64_t groups, double eps) {
     std::array<Tensor, kTensors> t = {x, weight, conv_bias, bias, scale, gamma, beta};
-    bool recorded = false;
-    for (const Tensor& one : t) recorded |= one.requires_grad();
-    recorded &= at::GradMode::is_enabled();
+    bool needs_grad = false;
+    for (const Tensor& one : t) needs_grad |= one.requires_grad();
+    needs_grad &= at::GradMode::is_enabled();
     // A program that is exported for images of any size decides when it runs, in forward_cuda.
     const bool any_size = x.sym_size(2).is_symbolic() || x.sym_size(3).is_symbolic();
     if (!are_valid(t, groups)) return plain(t, groups, eps);
-    if ((recorded || !any_size) && !fits(x, recorded)) return plain(t, groups, eps);
+    if ((needs_grad || !any_size) && !fits(x, needs_grad)) return plain(t, groups, eps);
     if (at::autocast::is_autocast_enabled(at::kCUDA)) {  // the Model then returns float32, so the kernels do
         for (Tensor& one : t) one = one.to(at::kFloat);
     }
-    if (!recorded) return std::get<0>(call_forward(t, groups, eps));
+    if (!needs_grad) return std::get<0>(call_forward(t, groups, eps));
     return ConvSigmoidGroupNorm::apply(t[0], t[1], t[2], t[3], t[4], t[5], t[6], groups, eps);
 }
 
@@ -2036,7 +2057,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
           "int groups, float eps) -> Tensor",
         network);
     m.def("forward(Tensor[] tensors, int groups, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor[] tensors, Tensor group_sums, bool of_x) -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor[] tensors, Tensor group_sums, bool wants_grad_x) -> (Tensor, Tensor)");
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));

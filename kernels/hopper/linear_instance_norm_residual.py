@@ -53,7 +53,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
 // Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
-__device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
         :
         : "r"(shared_address(bar)), "r"(bytes)
@@ -103,21 +103,21 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
 // the tensor cores compute the first three. The sum is then multiplied by the inverse scales of both rows. The last
-// term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each: in all an error of at most 2^-21 of v
-// v', and of 2^-23.7 as root mean square over random values. Its sign is random, so over K products such errors partly
-// cancel. A float32 product may lose more: up to 2^-24 of the sum so far at each of its K additions.
+// term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each. Together the error of one product v
+// v' is at most 2^-21 of it; for random values its root mean square is 2^-23.7. The signs are random, so in a sum of K
+// products the errors partly cancel. A float32 product may lose more: up to 2^-24 of the sum so far at each addition.
 //
 // The tensor cores do not round their sums, they truncate them, and what an addition loses grows with the accumulator.
 // So for each 64 of K a consumer starts its accumulators at zero, adds hi lo' and lo hi' first, while the accumulators
 // are small, then hi hi'. Then it adds the accumulators to other registers by float32 additions, which round (Ootomo
-// and Yokota, arXiv 2203.03341). What is left: x W^T is too near 0, by 0.75 * 2^-23 of itself on average, as measured
-// for K from 128 to 20000. (The backward of linear_instance_norm_residual makes up for it: see kTruncated there.)
+// and Yokota, arXiv 2203.03341). One error remains: on average the magnitude of a sum is too small by 0.75 * 2^-23 of
+// itself (measured for K from 128 to 20000). (linear_instance_norm_residual makes up for it, by kTruncated.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
 // OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
 //
-// The pieces of a row are stored in lines of 64 numbers, 128 bytes. A line has all pieces of kLineK values:
+// The pieces of a row are stored in lines (not cache lines) of 64 numbers, 128 bytes: all pieces of kLineK values.
 //
 //     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
 //
@@ -125,21 +125,21 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one line of each row of x and
 // of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
 //
-//     warpgroup   role        waits for    does                                                           signals
-//     3           producer    empty[s]     one thread starts TMA copies to stage s: a line of each row    full[s]
-//     0 and 1     consumers   full[s]      each multiplies the lines of its half of x's rows by W's       empty[s]
-//                             taken[t]     each stores its sums, 64 x 64 at a time, to slot t             ready[t]
-//     2           finisher    ready[t]     loads the sums of slot t to registers                          taken[t]
-//                                          multiplies them by the inverse scales, stores the epilogue's output
+//     warpgroup   role        waits for       does                                                      signals
+//     3           producer    stage_empty[s]  one thread copies to stage s, by TMA, a line of each row  stage_full[s]
+//     0 and 1     consumers   stage_full[s]   each multiplies the lines of its half of x's rows by W's  stage_empty[s]
+//                             slot_empty[t]   each stores its sums, 64 x 64 at a time, to slot t        slot_full[t]
+//     2           finisher    slot_full[t]    loads the sums of slot t to registers                     slot_empty[t]
+//                                             multiplies them by the inverse scales, stores the epilogue's output
 //
 //     time ->      tile i                             tile i + gridDim.x
 //     producer     loads | loads | loads | ...        loads | loads | ...     up to kStages ahead of the consumers
 //     consumers    multiply .............. | to slots | multiply ............
 //     finisher     epilogue of the tile before        | epilogue of tile i, slot by slot
 //
-// So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another, where
-// ready and taken are what full and empty are for stages. Consumers 0 and 1 fill slots in turns, and the finisher
-// empties them in the same order. A tile fills the next four slots of the ring or, with OneProduct, the next eight:
+// So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another.
+// Consumers 0 and 1 fill slots in turns, the finisher empties them in the same order. A tile fills the next four slots
+// or, with OneProduct, eight. (OneProduct<__half, float> has five: its next tile waits until the finisher empties 3.)
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
@@ -147,8 +147,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
 // Range. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
-//   - A scaled value other than 0 is "coarse" if 2^-25 is more than the usual error of its pieces: below 2^-2 with hi
-//     and lo, which err by up to 2^-23 of the value, and below 2^-14 with hi alone, which errs by up to 2^-11 of it.
+//   - The pieces of a large enough value err by at most 2^-23 of it (hi alone: 2^-11 of it). For smaller values the
+//     fixed 2^-25 is more. We call them coarse: values other than 0 below 2^-2 (hi alone: 2^-14), after scaling.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If |sum| is c * 2^14 or
@@ -161,10 +161,10 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
-constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and wgmma
-// The tiles of a band, 2048 rows of x, are computed column by column, so that L2 holds the band's pieces (8 MB for
-// three products where K is 1024) until the last column of tiles has used them.
-constexpr int kBand = 2048;
+constexpr int kLine = 64;  // numbers, 128 bytes: the widest swizzle of TMA and wgmma. Not a cache line
+// A band is 2048 rows of the output. Its tiles are computed before the next band's, one column of tiles after the
+// other. So its rows of operand a (x, G or G^T) stay in L2: with ThreeProducts and K = 1024 their pieces take 8 MB.
+constexpr int kBandRows = 2048;
 constexpr int kMultiplyThreads = 512;  // four warpgroups
 struct ThreeProducts {
     using Value = __half;
@@ -206,24 +206,25 @@ template <class Scheme> constexpr bool kRegistersFit =
     2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128;
 static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
     "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
-// Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. Times the inverse scale of
-// their row, up to 2^60, they are finite. Times the column's, too, a sum overflows only if h itself does. A row
-// with a larger inverse scale has infinite doubt, so that the finisher computes all its sums again (multiply_rows).
-constexpr float kLargestUnscale = 0x1p60f;
+// Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. The finisher first multiplies
+// a sum by the row's inverse scale, at most 2^60: the result is below 2^114. Then it multiplies by the column's. That
+// overflows only if h does. A row with a larger inverse scale has infinite doubt, so that the finisher computes all its
+// sums again (multiply_rows).
+constexpr float kLargestInverseScale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// The exponent of the scale that brings `largest` to [2^14, 2^15). (A float32 number's bits from 23 on are its exponent
-// plus 127.) It is 126 at most, so that the scale and its inverse are normal numbers. So a largest value below 2^-112
-// stays below 2^14: the least float32, 2^-149, becomes 2^-23.
+// The exponent of the scale that brings `largest` to [2^14, 2^15). (Bits 23 to 30 of a float32 are its exponent plus
+// 127.) The result is 126 at most, so that the scale and its inverse are normal numbers. So a largest value below
+// 2^-112 stays below 2^14: the least float32, 2^-149, becomes 2^-23.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
 // Threads find the smallest of their exponents by atomicMax on a word of memory that is zeroed beforehand. Each submits
-// 1024 - exponent, which is positive, as all exponents are between -252 and 252 (see kLargestExponent). 0 means that
-// none was submitted.
-__device__ __forceinline__ void note_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
-__device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
+// 1024 - exponent, which is positive, as all exponents are between -252 and 252 (see kLargestExponent). 0, the initial
+// value, is below every submission.
+__device__ __forceinline__ void atomic_min_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
+__device__ __forceinline__ int load_min_exponent(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // k, the length of a row, rounded up to whole lines.
 template <class Scheme> __host__ __device__ constexpr int64_t padded_k(int64_t k) {
@@ -235,17 +236,17 @@ struct Add {
 struct Max {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
-// Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Whole
-// warps call it or, for a group of more than 32 threads, the whole block: then warp_values is shared memory, a float
-// for each warp, which the call writes before its __syncthreads() and reads after it. Before the same warp_values is
-// used again there must be one more __syncthreads(), say that of a call with other warp_values.
-template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
-    for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
-    if (group <= 32) return v;
+// Reduces v by op over `threads` neighbouring threads (a power of two). Each of them gets the result. Up to 32 threads:
+// call it with whole warps; warp_values is unused. More: call it with the whole block, and give it one float of shared
+// memory a warp. The call writes these before its __syncthreads() and reads them after it, so another __syncthreads()
+// must come before they are used again. One in another call, with other warp_values, will do.
+template <class Op> __device__ __forceinline__ float reduce_threads(float v, int threads, float* warp_values, Op op) {
+    for (int offset = min(threads, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
+    if (threads <= 32) return v;
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
     __syncthreads();
-    const int warps = group / 32;
-    const int first_warp = threadIdx.x / group * warps;
+    const int warps = threads / 32;
+    const int first_warp = threadIdx.x / threads * warps;
     v = warp_values[first_warp + threadIdx.x % warps];
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
@@ -266,11 +267,12 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
     if (Scheme::kPieces == 2) to[kLineK / COUNT] = lo;
 }
 // Of a row of x or W: the inverse of its scale, and its doubt (see Range). The scaled sum of a row of x and a row of W,
-// times both inverses, is the output. The sum is doubtful if its magnitude is below the two doubts added up.
+// times both inverses, is theirs in x W^T, without the bias. The sum is doubtful if its magnitude is below the two
+// doubts added up.
 struct RowScale {
-    float unscale, doubt;
-    // The exponent of the scale: unscale is 2^-exponent.
-    __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(unscale) >> 23); }
+    float inverse_scale, doubt;
+    // The exponent of the scale: inverse_scale is 2^-exponent.
+    __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(inverse_scale) >> 23); }
 };
 // In the backward the exponent of a scale is a sum or a difference of other exponents. It is kept within 252 = 126 +
 // 126 and -252. 2^252 and 2^-252 are no float32 numbers, so such a scale is applied as two factors, of half the
@@ -285,32 +287,32 @@ struct Operand {
     int64_t rows;
     int k;
     RowScale* scales;  // Forward: row i is scaled by its own largest value. split_rows writes scales[i].
-    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i] (see "From G" below).
-    // Where that would bring the row's largest value to 2^15 or more, the exponent is lowered. This happens only to
-    // rows of x that a row of zeros in G multiplies: there any finite scale will do.
-    const int *base, *offsets;
+    // Backward, where scales is null: the exponent of row i is load_min_exponent(smallest) - exponents[i] (see "From G"
+    // below). The exponent is lowered if the row's largest value would otherwise reach 2^15. That happens only to row i
+    // of x where row i of G is all zeros. The products are then 0 whatever the scale.
+    const int *smallest, *exponents;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int of_largest = scale_exponent(largest);
         if (scales != nullptr) return of_largest;
-        return max(min(smallest_of(base) - offsets[row], of_largest), kLeastExponent);
+        return max(min(load_min_exponent(smallest) - exponents[row], of_largest), kLeastExponent);
     }
 };
 constexpr int kSplitThreads = 256;
 constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
-// Splits x row by row and, from block blocks_x on, W. `group` neighbouring threads, one to eight whole warps, own a
-// row. They read it to their registers, find its largest value, and split it from there. If it has more than 8192
+// Splits x row by row and, from block blocks_x on, W. `threads_per_row` neighbouring threads, one to eight whole warps,
+// own a row. They read it to their registers, find its largest value, and split it from there. If it has more than 8192
 // values, they read it twice.
 // Three blocks a multiprocessor: a thread may have 65536 / 768 registers, rounded down to 80, and uses 79.
-template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
-    split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
+template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(
+    const __grid_constant__ Operand x, const __grid_constant__ Operand w, int threads_per_row, unsigned blocks_x) {
     __shared__ float warp_values[2][kSplitThreads / 32];
     const bool is_x = blockIdx.x < blocks_x;
     const Operand& operand = is_x ? x : w;
     const int64_t block = is_x ? blockIdx.x : blockIdx.x - blocks_x;
-    const int64_t row = block * (kSplitThreads / group) + threadIdx.x / group;
+    const int64_t row = block * (kSplitThreads / threads_per_row) + threadIdx.x / threads_per_row;
     const bool exists = row < operand.rows;
-    const int lane = threadIdx.x % group;
-    const int step = group * kSplitQuads;
+    const int thread_in_row = threadIdx.x % threads_per_row;
+    const int step = threads_per_row * kSplitQuads;
     const int padded = int(padded_k<Scheme>(operand.k));
     const int quads = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.k);
@@ -318,7 +320,7 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     const auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
-            const int at = first + lane + i * group;
+            const int at = first + thread_in_row + i * threads_per_row;
             held[i] = exists && at < operand.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
         }
     };
@@ -333,18 +335,18 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
             }
         }
     }
-    largest = reduce_group(largest, group, warp_values[0], Max());
+    largest = reduce_threads(largest, threads_per_row, warp_values[0], Max());
     const int exponent = exists ? operand.exponent(row, largest) : 0;
-    const float half_scale = power_of_two(exponent / 2);
-    const float other_half = power_of_two(exponent - exponent / 2);
+    const float factor = power_of_two(exponent / 2);
+    const float other_factor = power_of_two(exponent - exponent / 2);
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
-            const int at = first + lane + i * group;
+            const int at = first + thread_in_row + i * threads_per_row;
             float v[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
             for (int j = 0; j < 4; ++j) {
-                const float scaled = v[j] * half_scale * other_half;
+                const float scaled = v[j] * factor * other_factor;
                 coarse += fabsf(scaled) < Scheme::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
                 v[j] = scaled;
             }
@@ -354,10 +356,10 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
         }
     }
     if (operand.scales == nullptr) return;
-    coarse = reduce_group(coarse, group, warp_values[1], Add());
-    if (lane != 0 || !exists) return;
+    coarse = reduce_threads(coarse, threads_per_row, warp_values[1], Add());
+    if (thread_in_row != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
-    if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
+    if (result.inverse_scale > kLargestInverseScale) result.doubt = INFINITY;
     // No finite value but 0: the row's sums are 0 or not finite, and none is computed again.
     if (largest == 0) result.doubt = -INFINITY;
     operand.scales[row] = result;
@@ -371,25 +373,25 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
         : "r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
         : "memory");
 }
-// d = a * b^T + (keep ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
+// d = a * b^T + (accumulate ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
 // memory, K-major or MN-major (see «How an operand lies» below). Operands of the asm statement: %0 to %63 are d, %64 a,
-// %65 b, %66 keep, %67 and %68 tell whether a and b are MN-major. The constants 1, 1 before them are the signs of a and
-// b.
+// %65 b, %66 accumulate, %67 and %68 tell whether a and b are MN-major. The constants 1, 1 before them are the signs of
+// a and b.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define WGMMA(type)                                                                                                 \
-    asm volatile("{\n"                                                                                              \
-                 ".reg .pred keep;\n"                                                                               \
-                 "setp.ne.b32 keep, %66, 0;\n"                                                                      \
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                       \
-                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
-                 "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49," \
-                 "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n"      \
-                 "}"                                                                                                \
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                             \
-        : "l"(a), "l"(b), "r"(keep), "n"(int(MN_MAJOR_A)), "n"(int(MN_MAJOR_B)))
+#define WGMMA(type)                                                                                                  \
+    asm volatile("{\n"                                                                                               \
+                 ".reg .pred accumulate;\n"                                                                          \
+                 "setp.ne.b32 accumulate, %66, 0;\n"                                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                        \
+                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
+                 "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"  \
+                 "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, accumulate, 1, 1, %67, %68;\n" \
+                 "}"                                                                                                 \
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                              \
+        : "l"(a), "l"(b), "r"(accumulate), "n"(int(MN_MAJOR_A)), "n"(int(MN_MAJOR_B)))
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T = __half>
-__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 }
@@ -401,52 +403,53 @@ template <class Scheme> struct MultiplyShared {
     static constexpr int kStages = Scheme::kStages, kSlots = Scheme::kSlots;
     Stage<Scheme> stages[kStages];
     Pack<typename Scheme::SlotValue, 4> slots[kSlots][64 * 64 / 4];
-    uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
+    uint64_t stage_full[kStages], stage_empty[kStages], slot_full[kSlots], slot_empty[kSlots];
 };
-// A place in a ring of COUNT, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier of a place
-// completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new mbarrier counts
-// as 1. Whoever reads a place waits for `phase`, whoever fills it for phase ^ 1: in the first round that returns at
-// once.
+// An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier
+// of an index completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new
+// mbarrier counts as 1. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity ^ 1: in the first
+// round that returns at once.
 template <int COUNT> struct Ring {
-    int place = 0, phase = 0;
+    int index = 0, parity = 0;
     __device__ __forceinline__ void advance(int by = 1) {
-        place += by;
-        if (place < COUNT) return;
-        place -= COUNT;
-        phase ^= 1;
+        index += by;
+        if (index < COUNT) return;
+        index -= COUNT;
+        parity ^= 1;
     }
 };
 struct Corner { int row, column; };
 template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a row of tiles, `down` in a column
     static constexpr int kRows = Scheme::kTileRows;
-    static constexpr int kBandTiles = kBand / kRows;
+    static constexpr int kBandHeight = kBandRows / kRows;  // in tiles
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n)
         : across((n + kTileColumns - 1) / kTileColumns), down((m + kRows - 1) / kRows), count(across * down) {}
-    __device__ __forceinline__ Corner find(int tile) const {  // the tile's first row and column, see kBand
-        const int first_down = tile / (kBandTiles * across) * kBandTiles;  // the band's first row of tiles
-        const int in_band = tile % (kBandTiles * across);
-        const int height = min(kBandTiles, down - first_down);
+    __device__ __forceinline__ Corner find(int tile) const {  // the tile's first row and column, see kBandRows
+        const int first_down = tile / (kBandHeight * across) * kBandHeight;  // the band's first row of tiles
+        const int in_band = tile % (kBandHeight * across);
+        const int height = min(kBandHeight, down - first_down);
         return {(first_down + in_band % height) * kRows, in_band / height * kTileColumns};
     }
 };
 
+// `lines`: how many lines a row of x or of W has. They are the steps along K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void producer(
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int lines) {
-    Ring<Scheme::kStages> ring;
+    Ring<Scheme::kStages> stage_ring;
     // A box has kLineK of K for 128 rows of the tile. See make_map for the order of the coordinates.
     const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {
-        uint64_t* bar = &shared.full[ring.place];
+        uint64_t* bar = &shared.stage_full[stage_ring.index];
         if (mn_major) tensor_load(to, map, 0, line * Scheme::kLineK, row / 32 * Scheme::kPieces, bar);
         else tensor_load(to, map, line * kLine, row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
-        for (int line = 0; line < lines; ++line, ring.advance()) {
-            Stage<Scheme>& stage = shared.stages[ring.place];
-            mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
-            mbarrier_expect(&shared.full[ring.place], sizeof(stage));
+        for (int line = 0; line < lines; ++line, stage_ring.advance()) {
+            Stage<Scheme>& stage = shared.stages[stage_ring.index];
+            mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);
+            mbarrier_arrive_expect(&shared.stage_full[stage_ring.index], sizeof(stage));
             for (int row = 0; row < Scheme::kTileRows; row += 128) {
                 load(MN_MAJOR_A, stage.a + row * 128, map_a, line, corner.row + row);
             }
@@ -481,32 +484,33 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //     bits 0-13: the address    16-29: the leading byte offset    32-45: the stride byte offset    62-63: the swizzle
 // K-major: the stride offset is the distance from an atom to the next, of eight rows. The leading offset is unused. As
 // the swizzle XORs bits 4-6 of an address with its bits 7-9, a descriptor may begin 32, 64 or 96 bytes inside an atom.
-// MN-major: the stride offset is the distance from an atom of a strip to its next, of eight k; the leading offset is
-// that from one strip of a piece to its next, of 32 rows. (Bits 49-51 are 0, as all atoms begin at multiples of their
-// size.)
-template <bool MN_MAJOR> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
+// MN-major: the stride offset leads from one atom (eight k) to the next in the same strip. The leading offset leads
+// from one strip (32 rows) to the next strip of the same piece. (Bits 49-51 are 0, as all atoms begin at multiples of
+// their size.)
+template <bool MN_MAJOR> __device__ __forceinline__ uint64_t wgmma_descriptor(const void* operand) {
     constexpr uint64_t kLeading = MN_MAJOR ? 4096 / 16 : 1;
     constexpr uint64_t kStride = MN_MAJOR ? 512 / 16 : 1024 / 16;
     constexpr uint64_t kSwizzle = MN_MAJOR ? 2 : 1;  // 2: of 64 bytes, 1: of 128 bytes
-    const uint64_t address = (shared_address(tile) & 0x3ffff) / 16;
+    const uint64_t address = (shared_address(operand) & 0x3ffff) / 16;
     return address | kLeading << 16 | kStride << 32 | kSwizzle << 62;
 }
 // Added to a descriptor, in its units of 16 bytes, they lead to the next 16 of K, and from hi to lo.
 template <bool MN_MAJOR> constexpr int kStepOfK = (MN_MAJOR ? 1024 : 32) / 16;
 template <bool MN_MAJOR> constexpr int kStepToLow = (MN_MAJOR ? 2048 : 64) / 16;
 // The products of a line of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
-template <bool A, bool B>
-__device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
-    constexpr int kStepA = kStepOfK<A>, kStepB = kStepOfK<B>;
-    const uint64_t a_low = a + kStepToLow<A>, b_low = b + kStepToLow<B>;
-    wgmma<A, B>(d, a_low, b, keep);
-    wgmma<A, B>(d, a, b_low, 1);
-    wgmma<A, B>(d, a_low + kStepA, b + kStepB, 1);
-    wgmma<A, B>(d, a + kStepA, b_low + kStepB, 1);
+template <bool MN_MAJOR_A, bool MN_MAJOR_B>
+__device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    constexpr int kStepA = kStepOfK<MN_MAJOR_A>, kStepB = kStepOfK<MN_MAJOR_B>;
+    const uint64_t a_low = a + kStepToLow<MN_MAJOR_A>, b_low = b + kStepToLow<MN_MAJOR_B>;
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_low, b, accumulate);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a, b_low, 1);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_low + kStepA, b + kStepB, 1);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepA, b_low + kStepB, 1);
 }
-template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (&d)[64], uint64_t a, uint64_t b) {
-    wgmma<A, B>(d, a, b, 1);
-    wgmma<A, B>(d, a + kStepOfK<A>, b + kStepOfK<B>, 1);
+template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void multiply_large(
+    float (&d)[64], uint64_t a, uint64_t b) {
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a, b, 1);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepOfK<MN_MAJOR_A>, b + kStepOfK<MN_MAJOR_B>, 1);
 }
 // A warp has 16 x 64 sums of a slot, a quarter of it. They are eight octets of columns, and octet j begins with column
 // 8 j. Of each octet, wgmma leaves columns 2 t and 2 t + 1 of rows q and q + 8 in lane 4 q + t. The lane stores these
@@ -517,30 +521,31 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
 //     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
 // A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are half of octet e / 2: two
-// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. The hardware serves a warp's 16-byte loads in
-// four steps of eight lanes. The eight lanes of a step have one row here, e from 0 to 7. In its first load row 0 takes
-// packs 0 and 2 of octets 0 to 3. Shared memory has 32 banks of four bytes, so packs of 16 bytes at the same place
-// modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^ place_of(j):
+// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. The hardware serves a warp's 16-byte loads
+// eight lanes at a time. Here these eight lanes share a row and have e = 0 to 7. For row 0, the first load reads packs
+// 0 and 2 of octets 0 to 3: eight packs, which must lie in different banks. Shared memory has 32 banks of four bytes,
+// so packs of 16 bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at
+// place p ^ slot_swizzle(j):
 //
 //     place       0    1    2    3    4    5    6    7
-//     octet 0    [0]   1   [2]   3    4    5    6    7      place_of 0
-//     octet 1     1   [0]   3   [2]   5    4    7    6      place_of 1
-//     octet 2     4    5    6    7   [0]   1   [2]   3      place_of 4
-//     octet 3     5    4    7    6    1   [0]   3   [2]     place_of 5       [ ] are loaded at once: all places differ
+//     octet 0    [0]   1   [2]   3    4    5    6    7      slot_swizzle 0
+//     octet 1     1   [0]   3   [2]   5    4    7    6      slot_swizzle 1
+//     octet 2     4    5    6    7   [0]   1   [2]   3      slot_swizzle 4
+//     octet 3     5    4    7    6    1   [0]   3   [2]     slot_swizzle 5     [ ] are loaded at once: places differ
 //
 // A pack of 16-bit sums has 8 bytes, and there a lane wants eight neighbouring columns, octet e. It loads 16 bytes, two
-// packs p and p + 1, at once, and the lanes of a row load the same p of octets 0 to 7. place_of(j) is 2 j: it keeps
+// packs p and p + 1, at once, and the lanes of a row load the same p of octets 0 to 7. slot_swizzle(j) is 2 j: it keeps
 // such a pair together, and the pairs of the eight octets lie in different banks.
-template <typename S> __device__ __forceinline__ int place_of(int j) {
+template <typename S> __device__ __forceinline__ int slot_swizzle(int j) {
     return sizeof(S) == 4 ? (j & 1) | (j & 2) << 1 : j << 1;
 }
 // Stores a warp's 16 x 64 sums to a slot, as drawn above.
-template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to, const float* sum) {
+template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to, const float* sums) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         Pack<S, 4> four;
-        for (int i = 0; i < 4; ++i) four.value[i] = from_float<S>(sum[4 * j + i]);
-        to[j * 32 + (threadIdx.x % 32 ^ place_of<S>(j))] = four;
+        for (int i = 0; i < 4; ++i) four.value[i] = from_float<S>(sums[4 * j + i]);
+        to[j * 32 + (threadIdx.x % 32 ^ slot_swizzle<S>(j))] = four;
     }
 }
 // A lane of the finisher has, of a warp's 16 x 64 sums, four rows of eight columns each, v[r][i]:
@@ -554,7 +559,8 @@ template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to,
 // So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. Of
 // 16-bit sums its columns are 8 e to 8 e + 7. Either way a lane stores 16 bytes at once, and a row's eight lanes 128.
 // A pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
-template <typename S> constexpr int kNeighbours = 16 / sizeof(S);  // columns of a row that a lane has side by side
+template <typename T> constexpr int kPer16Bytes = 16 / sizeof(T);  // so many columns a lane has side by side
+template <typename T> using Pack16 = Pack<T, kPer16Bytes<T>>;
 template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
     const int row = threadIdx.x % 32 / 8;
@@ -566,7 +572,8 @@ template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>
         const int j = sizeof(S) == 4 ? pair / 2 * 4 + e / 2 : e;  // the octet
         const int t = sizeof(S) == 4 ? e % 2 * 2 + pair % 2 : pair;
         const int number = (row + r * 4) * 4 + t;
-        const auto packs = reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[j * 32 + (number ^ place_of<S>(j))]);
+        const auto packs =
+            reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[j * 32 + (number ^ slot_swizzle<S>(j))]);
         for (int p = 0; p < kPacks; ++p) {
             const int c = 2 * (pair + p);
             v[r][c] = to_float(packs.value[p].value[0]);
@@ -578,45 +585,45 @@ template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>
 }
 
 // wgmma_wait tells a warp that the products of its own 16 rows are done, a quarter of the warpgroup's. So each of the
-// consumers' eight warps arrives at `empty`, and only then the producer fills the stage again.
+// consumers' eight warps arrives at stage_empty, and only then the producer fills the stage again.
 template <class Scheme> __device__ __forceinline__ void free_stage(MultiplyShared<Scheme>& shared, int s) {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.stage_empty[s]);
 }
 // Keeps the compiler from reading v before the wait for the wgmma that writes it.
 __device__ __forceinline__ void keep_below_wait(float (&v)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
 }
-// Three products, by a warpgroup: the sums of 64 rows of a tile. `recent`: the accumulators, for two lines, 64 of K.
+// Three products, by a warpgroup: the sums of 64 rows of a tile. The accumulators are for two lines, 64 of K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
-    MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& ring, int lines, uint64_t a, uint64_t b,
-    float (&sum)[64], float (&recent)[64]) {
+    MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& stage_ring, int lines, uint64_t a, uint64_t b,
+    float (&sums)[64], float (&accumulators)[64]) {
     constexpr int kStages = ThreeProducts::kStages;
     constexpr int kStageStep = sizeof(shared.stages[0]) / 16;  // added to a descriptor, leads to the next stage
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sum[i] = 0;
+    for (int i = 0; i < 64; ++i) sums[i] = 0;
 #pragma unroll 1
-    for (int line = 0; line < lines; line += kStages, ring.phase ^= 1) {  // a turn is a round of the ring
+    for (int line = 0; line < lines; line += kStages, stage_ring.parity ^= 1) {  // a turn is a round of the ring
 #pragma unroll
         for (int s = 0; s < kStages; s += 2) {
             const int next = s + 1;
-            mbarrier_wait(&shared.full[s], ring.phase);
+            mbarrier_wait(&shared.stage_full[s], stage_ring.parity);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(recent, a + s * kStageStep, b + s * kStageStep, 0);
-            mbarrier_wait(&shared.full[next], ring.phase);
+            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep, 0);
+            mbarrier_wait(&shared.stage_full[next], stage_ring.parity);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(recent, a + next * kStageStep, b + next * kStageStep, 1);
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(recent, a + s * kStageStep, b + s * kStageStep);
+            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep, 1);
+            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep);
             wgmma_commit();
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(recent, a + next * kStageStep, b + next * kStageStep);
+            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep);
             wgmma_commit();
             wgmma_wait<1>();  // for the older group: it has all wgmmas that read stage s
             free_stage(shared, s);
             wgmma_wait<0>();
             free_stage(shared, next);
-            keep_below_wait(recent);
+            keep_below_wait(accumulators);
 #pragma unroll
-            for (int i = 0; i < 64; ++i) sum[i] += recent[i];
+            for (int i = 0; i < 64; ++i) sums[i] += accumulators[i];
         }
     }
 }
@@ -624,52 +631,53 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
 // add them up, as in cuBLAS. What they truncate is small beside rounding to 11 bits, of the operands or
 // of 16-bit sums.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
-    MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& ring, int lines, uint64_t a, uint64_t b,
-    float (&upper)[64], float (&lower)[64]) {
+    MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& stage_ring, int lines, uint64_t a,
+    uint64_t b, float (&upper)[64], float (&lower)[64]) {
     constexpr int kStageStep = sizeof(shared.stages[0]) / 16;
     constexpr int kLower = 64 * 128 / 16;  // added to a descriptor, leads 64 rows on, in either layout
     constexpr int kStepA = kStepOfK<MN_MAJOR_A>, kStepB = kStepOfK<MN_MAJOR_B>;
-    int before = 0;
+    int previous_stage = 0;
 #pragma unroll 1
     for (int line = 0; line < lines; ++line) {
-        const uint64_t stage_a = a + ring.place * kStageStep;
-        const uint64_t stage_b = b + ring.place * kStageStep;
-        mbarrier_wait(&shared.full[ring.place], ring.phase);
+        const uint64_t stage_a = a + stage_ring.index * kStageStep;
+        const uint64_t stage_b = b + stage_ring.index * kStageStep;
+        mbarrier_wait(&shared.stage_full[stage_ring.index], stage_ring.parity);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {  // 16 of K
-            const int keep = k > 0 ? 1 : line;  // 0 at the tile's first products, so that the sums start at zero
-            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + k * kStepA, stage_b + k * kStepB, keep);
-            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(lower, stage_a + k * kStepA + kLower, stage_b + k * kStepB, keep);
+        for (int step = 0; step < 4; ++step) {  // 16 of K
+            const int accumulate = step > 0 ? 1 : line;  // 0 at the tile's first products: the sums start at 0
+            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + step * kStepA, stage_b + step * kStepB, accumulate);
+            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(
+                lower, stage_a + step * kStepA + kLower, stage_b + step * kStepB, accumulate);
         }
         wgmma_commit();
         wgmma_wait<1>();  // until the line before this one is multiplied
-        if (line > 0) free_stage(shared, before);
-        before = ring.place;
-        ring.advance();
+        if (line > 0) free_stage(shared, previous_stage);
+        previous_stage = stage_ring.index;
+        stage_ring.advance();
     }
     wgmma_wait<0>();
-    free_stage(shared, before);
+    free_stage(shared, previous_stage);
     keep_below_wait(upper);
     keep_below_wait(lower);
 }
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void consumer(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, int lines, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4;
-    const uint64_t a = tile_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * (Scheme::kTileRows / 2) * 128);
-    const uint64_t b = tile_descriptor<MN_MAJOR_B>(shared.stages[0].b);
+    const uint64_t a = wgmma_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * (Scheme::kTileRows / 2) * 128);
+    const uint64_t b = wgmma_descriptor<MN_MAJOR_B>(shared.stages[0].b);
     float sums[64];  // of the first 64 rows
-    float more[64] = {};  // with one product the sums of the other 64 rows; with three the accumulators, `recent`
-    Ring<Scheme::kStages> ring;
-    Ring<Scheme::kSlots> slot;
-    slot.advance(warpgroup);
+    float lower_or_accumulators[64] = {};  // one product: the sums of the other 64 rows. Three: accumulators
+    Ring<Scheme::kStages> stage_ring;
+    Ring<Scheme::kSlots> slot_ring;
+    slot_ring.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sums, more);
-        for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
-            const float* const from = s < 2 ? sums : more;
-            mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
-            store_sums(shared.slots[slot.place] + warp * 256, from + 32 * (s % 2));
-            mbarrier_arrive(&shared.ready[slot.place]);
+        sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, lines, a, b, sums, lower_or_accumulators);
+        for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot_ring.advance(2)) {
+            const float* const from = s < 2 ? sums : lower_or_accumulators;
+            mbarrier_wait(&shared.slot_empty[slot_ring.index], slot_ring.parity ^ 1);
+            store_sums(shared.slots[slot_ring.index] + warp * 256, from + 32 * (s % 2));
+            mbarrier_arrive(&shared.slot_full[slot_ring.index]);
         }
     }
 }
@@ -677,23 +685,22 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 // sums; and finish(sums, corner, loaded), which makes outputs of the lane's 4 x 8 sums and stores them.
 template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
-    constexpr int kStep = kNeighbours<typename Scheme::SlotValue>;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    Ring<Scheme::kSlots> slot;
+    Ring<Scheme::kSlots> slot_ring;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
-        for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot.advance()) {
-            const int consumer = s % 2, right = s / 2 % 2, block = s / 4;  // what the slot holds: see the table
-            const int row = corner.row + consumer * (Scheme::kTileRows / 2) + block * 64 + warp * 16;  // of this warp
-            const int column = corner.column + right * 64;
-            const Corner thread_corner = {row + lane / 8, column + lane % 8 * kStep};
-            const auto scales = epilogue.load(thread_corner);  // scales, bias and more: they arrive during the wait
-            float sum[4][8];
-            mbarrier_wait(&shared.ready[slot.place], slot.phase);
-            load_sums(shared.slots[slot.place] + warp * 256, sum);
-            mbarrier_arrive(&shared.taken[slot.place]);
-            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, thread_corner, scales);
+        for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot_ring.advance()) {
+            const int which_consumer = s % 2, right = s / 2 % 2, lower = s / 4;  // what the slot holds: see the table
+            const int row = corner.row + which_consumer * (Scheme::kTileRows / 2) + lower * 64 + warp * 16;
+            const int column = corner.column + right * 64;  // row, column: the first of this warp
+            const Corner thread_corner = {row + lane / 8, column + lane % 8 * kPer16Bytes<typename Scheme::SlotValue>};
+            const auto loaded = epilogue.load(thread_corner);  // scales, bias and more: they arrive during the wait
+            float sums[4][8];
+            mbarrier_wait(&shared.slot_full[slot_ring.index], slot_ring.parity);
+            load_sums(shared.slots[slot_ring.index] + warp * 256, sums);
+            mbarrier_arrive(&shared.slot_empty[slot_ring.index]);
+            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sums, thread_corner, loaded);
         }
     }
 }
@@ -709,12 +716,12 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     const Tiles<Scheme> tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
         for (int s = 0; s < Shared::kStages; ++s) {
-            mbarrier_init(&shared.full[s], 1);  // the producer
-            mbarrier_init(&shared.empty[s], 8);  // the consumers' warps
+            mbarrier_init(&shared.stage_full[s], 1);  // the producer
+            mbarrier_init(&shared.stage_empty[s], 8);  // the consumers' warps
         }
         for (int s = 0; s < Shared::kSlots; ++s) {
-            mbarrier_init(&shared.ready[s], 128);  // the threads of a consumer
-            mbarrier_init(&shared.taken[s], 128);  // the threads of the finisher
+            mbarrier_init(&shared.slot_full[s], 128);  // the threads of a consumer
+            mbarrier_init(&shared.slot_empty[s], 128);  // the threads of the finisher
         }
         fence_mbarrier_init();  // so that TMA finds the mbarriers initialised
     }
@@ -734,23 +741,21 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
 // Stores a thread's 4 x 8 values of a slot (see load_sums). n * sizeof(T) must be a multiple of 16.
 template <typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
-    constexpr int V = kNeighbours<T>;
 #pragma unroll
-    for (int i = 0; i < 32; i += V) {
-        const int r = i / 8, half = i % 8 / V;
-        const int row = corner.row + r * 4, column = corner.column + half * 32;
+    for (int i = 0; i < 32; i += kPer16Bytes<T>) {
+        const int r = i / 8, side = i % 8 / kPer16Bytes<T>;
+        const int row = corner.row + r * 4, column = corner.column + side * 32;
         if (row >= m || column >= n) continue;
-        Pack<T, V> pack;
-        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[r][half * V + j]);
-        *reinterpret_cast<Pack<T, V>*>(out + int64_t(row) * n + column) = pack;
+        Pack16<T> pack;
+        for (int j = 0; j < kPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[r][side * kPer16Bytes<T> + j]);
+        *reinterpret_cast<Pack16<T>*>(out + int64_t(row) * n + column) = pack;
     }
 }
 // Loads a vector's values for a thread's eight columns (see load_sums), of which `column` is the first.
 template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
-    constexpr int V = kNeighbours<T>;
-    for (int i = 0; i < 8; i += V) {  // float32's second four columns are 32 further on than the first
-        const auto pack = *reinterpret_cast<const Pack<T, V>*>(vector + min(column + i * 8, n - V));
-        for (int j = 0; j < V; ++j) to[i + j] = to_float(pack.value[j]);
+    for (int i = 0; i < 8; i += kPer16Bytes<T>) {  // float32's second four columns are 32 further on than the first
+        const auto pack = *reinterpret_cast<const Pack16<T>*>(vector + min(column + i * 8, n - kPer16Bytes<T>));
+        for (int j = 0; j < kPer16Bytes<T>; ++j) to[i + j] = to_float(pack.value[j]);
     }
 }
 // The first part of each epilogue of h = x W^T + bias: it makes h of the sums. x, W and h are of type T.
@@ -760,53 +765,53 @@ template <typename T> struct LinearProduct {
     T* out;
     int m, n, k;
     RowScale* scales;  // of W's n rows, then of x's m
-    struct Scales {  // what a thread needs for its four rows and eight columns: scales, and the bias
-        alignas(16) RowScale rows[4], columns[8];
+    struct Loaded {  // what a thread needs for its four rows and eight columns: scales, and the bias
+        alignas(16) RowScale row_scales[4], column_scales[8];
         alignas(16) float bias[8];
     };
-    __device__ __forceinline__ Scales load(const Corner& corner) const {
-        Scales scales;
-        const RowScale* const columns = this->scales;
-        const RowScale* const rows = columns + n;
-        load_eight(bias, corner.column, n, scales.bias);
+    __device__ __forceinline__ Loaded load(const Corner& corner) const {
+        Loaded loaded;
+        const RowScale* const column_scales = scales;
+        const RowScale* const row_scales = column_scales + n;
+        load_eight(bias, corner.column, n, loaded.bias);
         if constexpr (kScaled) {
-            for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
+            for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(corner.row + 4 * r, m - 1)];
             for (int i = 0; i < 8; i += 4) {  // columns as in load_eight
-                const auto* from = reinterpret_cast<const float4*>(columns + min(corner.column + i * 8, n - 4));
-                *reinterpret_cast<float4*>(&scales.columns[i]) = from[0];
-                *reinterpret_cast<float4*>(&scales.columns[i + 2]) = from[1];
+                const auto* from = reinterpret_cast<const float4*>(column_scales + min(corner.column + i * 8, n - 4));
+                *reinterpret_cast<float4*>(&loaded.column_scales[i]) = from[0];
+                *reinterpret_cast<float4*>(&loaded.column_scales[i + 2]) = from[1];
             }
         }
-        return scales;
+        return loaded;
     }
     // Makes h of a thread's sums: takes the scales out and adds the bias.
-    __device__ __forceinline__ void unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
+    __device__ __forceinline__ void sums_to_h(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
         if constexpr (kScaled) {
-            unscale_floats(v, corner, scales);
+            scaled_to_h(v, corner, loaded);
         } else {
-            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += scales.bias[i % 8];
+            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += loaded.bias[i % 8];
         }
     }
-    __device__ __forceinline__ void unscale_floats(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
+    __device__ __forceinline__ void scaled_to_h(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
         unsigned doubtful = 0;  // bit i is set if the sum v[i / 8][i % 8] is doubtful
         float least = INFINITY, row_doubt = -INFINITY, column_doubt = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             least = fminf(least, fabsf(v[i / 8][i % 8]));
-            row_doubt = fmaxf(row_doubt, scales.rows[i / 8].doubt);
-            column_doubt = fmaxf(column_doubt, scales.columns[i % 8].doubt);
+            row_doubt = fmaxf(row_doubt, loaded.row_scales[i / 8].doubt);
+            column_doubt = fmaxf(column_doubt, loaded.column_scales[i % 8].doubt);
         }
         if (least < row_doubt + column_doubt) {  // seldom: one test is cheaper than one for each sum
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
-                const float doubt = scales.rows[i / 8].doubt + scales.columns[i % 8].doubt;
+                const float doubt = loaded.row_scales[i / 8].doubt + loaded.column_scales[i % 8].doubt;
                 if (fabsf(v[i / 8][i % 8]) < doubt) doubtful |= 1u << i;
             }
         }
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            const float scaled = v[i / 8][i % 8] * scales.rows[i / 8].unscale;
-            v[i / 8][i % 8] = fmaf(scaled, scales.columns[i % 8].unscale, scales.bias[i % 8]);
+            const float scaled = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
+            v[i / 8][i % 8] = fmaf(scaled, loaded.column_scales[i % 8].inverse_scale, loaded.bias[i % 8]);
         }
         // The warp computes the doubtful sums of its lanes again, one at a time.
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
@@ -816,8 +821,8 @@ template <typename T> struct LinearProduct {
             const int column = __shfl_sync(~0u, corner.column, owner) + bit % 8 / 4 * 32 + bit % 4;
             const float sum = row < m && column < n ? multiply_rows(row, column) : 0;
 #pragma unroll
-            for (int k = 0; k < 32; ++k) {  // all 32, because registers cannot be indexed at run time
-                if (threadIdx.x % 32 == owner && k == bit) v[k / 8][k % 8] = sum + scales.bias[k % 8];
+            for (int i = 0; i < 32; ++i) {  // all 32, because registers cannot be indexed at run time
+                if (threadIdx.x % 32 == owner && i == bit) v[i / 8][i % 8] = sum + loaded.bias[i % 8];
             }
             if (threadIdx.x % 32 == owner) doubtful &= doubtful - 1;  // clears the lowest bit
         }
@@ -834,7 +839,7 @@ template <typename T> struct LinearProduct {
             sum[2] = fmaf(a[at].z, b[at].z, sum[2]);
             sum[3] = fmaf(a[at].w, b[at].w, sum[3]);
         }
-        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
+        return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
     }
 };
 // ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
@@ -846,27 +851,28 @@ static int sm_count() {
 }
 // Splits the rows of x and of W, which have the same length. W may have no rows.
 template <class Scheme> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
-    int group = 32;  // threads for a row
-    while (group < kSplitThreads && group * kSplitQuads * 4 < padded_k<Scheme>(x.k)) group *= 2;
-    const int rows = kSplitThreads / group;  // of a block
+    int threads = 32;  // for a row
+    while (threads < kSplitThreads && threads * kSplitQuads * 4 < padded_k<Scheme>(x.k)) threads *= 2;
+    const int rows = kSplitThreads / threads;  // of a block
     const unsigned blocks_x = unsigned(divide_up(x.rows, rows));
     const unsigned blocks_w = unsigned(divide_up(w.rows, rows));
-    split_rows<Scheme><<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
+    split_rows<Scheme><<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, threads, blocks_x);
     return cudaGetLastError();
 }
-// The 16-bit numbers of a (rows, columns) matrix, `pitch` of them from one row to the next: pieces, or the values.
+// The 16-bit numbers of a matrix, `pitch` of them from one row to the next: pieces, or the values. TMA reads whole
+// pitches, so split_rows and the kernels that split G store zeros beyond a row's last column.
 struct Matrix {
     const void* values;
-    int64_t rows, columns, pitch;
+    int64_t rows, pitch;
 };
 template <class Scheme> static Matrix matrix_of_pieces(const void* values, int64_t rows, int64_t columns) {
-    return {values, rows, columns, padded_k<Scheme>(columns) * Scheme::kPieces};
+    return {values, rows, padded_k<Scheme>(columns) * Scheme::kPieces};
 }
 // TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
 //     K-major    coordinates: number in the row, row, 0           a box: the line of 128 rows
 //     MN-major   coordinates: number in the strip, row, strip     a box: kLineK rows, by four strips of each piece
 // A strip is 32 columns of the matrix: 64 bytes of each row. In MN-major the matrix has a row for each index of K, and
-// four strips of a piece are 128 rows of the tile (see tile_descriptor).
+// four strips of a piece are 128 rows of the tile (see wgmma_descriptor).
 template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
@@ -925,8 +931,8 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
     if constexpr (!Epilogue::kScaled) {
-        const Matrix x = {epilogue.x, m, k, k};
-        const Matrix w = {epilogue.weight, n, k, k};
+        const Matrix x = {epilogue.x, m, k};
+        const Matrix w = {epilogue.weight, n, k};
         return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
     } else {
         __half* const pieces_w = pieces + m * padded_k<Scheme>(k) * Scheme::kPieces;
@@ -940,18 +946,20 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
     }
 }
 
-// ---- From G, the gradient of h = x W^T + b: dX = G W and dW = G^T x. The same text in both of this folder. ----
+// ---- From G, h's gradient: dX = G W and dW = G^T x. The same text in both linear files of this folder. ----
 //
-// G (m, n) is split once, and both products read its pieces: K-major for dX, MN-major for dW. W and x are split a
-// second time, with other scales, and read MN-major. So nothing is transposed in memory.
+// For float32 only: for 16-bit types these are ATen's products. G (m, n), the gradient of h = x W^T + b, is split once,
+// and both products read its pieces: K-major for dX, MN-major for dW. W and x are split a second time, with other
+// scales, and read MN-major. So nothing is transposed in memory.
 //
 //     product       tile's rows    tile's columns   the sum goes over             a             b
 //     dX = G W      G's rows       W's columns      G's columns and W's rows      G, K-major    W, MN-major
 //     dW = G^T x    G's columns    x's columns      G's rows and x's rows         G, MN-major   x, MN-major
 //
-// The forward divides each sum by the scales of its two rows. Here a sum goes over W's rows, or over G's and x's rows,
-// and a scale that changes from one term to the next cannot be divided out of a sum. So at each index of the summed
-// dimension one operand is multiplied by a power of two, and the other by its inverse, times one scale for all indices:
+// The forward divides each sum by the scales of its two rows. Here a sum goes over W's rows, or over G's and x's rows.
+// A scale that differs from term to term cannot be taken out of a sum. So for each summed index one operand is
+// multiplied by a power of two and the other by its inverse; in the product the two cancel. One scale for all of W or
+// of x is left, and one for each row of G or of G^T. The epilogue divides by both:
 //
 //     G's row i       is multiplied by 2^r_i, which brings its largest value to [2^14, 2^15)
 //     x's row i       is multiplied by 2^-r_i and one scale for all of x
@@ -966,12 +974,13 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // x: s_x (in smallest_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
 //
 // Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Range), and the largest is 2^14 or
-// more. So full precision spans 16 powers of two. A row of W whose largest value is 2^-12 of W's largest has 4 of them
-// left. A smaller row is multiplied by up to 2^12 more, so that a row of 2^-24 has 4 left, too. G's column is divided
-// by as much, which leaves 16 - 12 = 4 there. So in a row of 2^-24 or more, values down to 2^-4 of the row's largest
-// are multiplied as exactly as W's largest. With a feature whose weights are 10^6 times as large as the others', dX had
-// 2.1 times eager's error without the c_j, and 0.4 times with them. Errors of dX are small beside the norm of their
-// row, and errors of dW beside the norm of all of dW. So the backward has no doubts, and computes nothing again.
+// more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one scale for
+// W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is multiplied by up to 2^12 more, so
+// it keeps at least 4 up to e = 24. G's column j is divided by the same factor and keeps at least 16 - 12 = 4. So for e
+// up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature whose weights are 10^6
+// times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times with them. Errors of dX
+// are small beside the norm of their row, and errors of dW beside the norm of all of dW. So the backward uses no
+// doubts, and computes nothing again.
 //
 //     largest value of W's row j, of W's largest:    1         2^-12     2^-24     2^-28 (one value of that row)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
@@ -979,49 +988,50 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
-    const RowScale* forward;  // the forward's: of W's n rows, then of x's m rows
-    int *columns, *rows;  // c_j and r_i
-    // Two words of note_exponent. smallest_w: for the exponents of W's rows. smallest_x: for r_i + the exponent of x's
-    // row i, where G's row is not 0.
+    const RowScale* scales;  // the forward's: of W's n rows, then of x's m rows
+    int *column_exponents, *row_exponents;  // c_j and r_i
+    // Two words of atomic_min_exponent. smallest_w: for the exponents of W's rows. smallest_x: for r_i + the exponent
+    // of x's row i, where G's row is not 0.
     int *smallest_w, *smallest_x;
 };
 // Runs after G is split. A thread finds c_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 // (gridDim.y is 64. So with 256 threads a block, 8192 columns make 2048 blocks, enough for all multiprocessors.)
-template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
+template <class Scheme> __global__ void scale_columns(const SplitGradient split_g, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
     // How many powers of two the largest value of W's row j is below the largest of all W, beyond kSpareBits.
-    const int below = to.forward[j].exponent() - smallest_of(to.smallest_w) - kSpareBits;
-    const int b = -min(max(below, 0), kSpareBits);  // c_j
-    if (blockIdx.y == 0) to.columns[j] = b;
-    for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
+    const int below = split_g.scales[j].exponent() - load_min_exponent(split_g.smallest_w) - kSpareBits;
+    const int c_j = -min(max(below, 0), kSpareBits);
+    if (blockIdx.y == 0) split_g.column_exponents[j] = c_j;
+    const __half factor = __float2half(power_of_two(c_j));
+    for (int64_t i = blockIdx.y; i < m && c_j != 0; i += gridDim.y) {
         constexpr int kLineK = Scheme::kLineK;
-        __half* const row = to.pieces + i * padded_k<Scheme>(n) * Scheme::kPieces;
+        __half* const row = split_g.pieces + i * padded_k<Scheme>(n) * Scheme::kPieces;
         __half* const hi = row + j / kLineK * kLine + j % kLineK;
-        for (int k = 0; k < kLine; k += kLineK) hi[k] = __hmul(hi[k], __float2half(power_of_two(b)));  // and lo
+        for (int offset = 0; offset < kLine; offset += kLineK) hi[offset] = __hmul(hi[offset], factor);  // and lo
     }
 }
-// The epilogue of dX and of dW: multiplies row i by 2^-(smallest_of(base) + offsets[i]).
+// The epilogue of dX and of dW: multiplies row i by 2^-(load_min_exponent(smallest) + exponents[i]).
 struct StoreGradient {
-    const int *base, *offsets;
+    const int *smallest, *exponents;
     float* out;
     int m, n;
-    struct Scales {
-        float half_scale[4], other_half[4];  // the power of two may not be a float32 number: see kLargestExponent
+    struct Loaded {
+        float factor[4], other_factor[4];  // the power of two may not be a float32 number: see kLargestExponent
     };
-    __device__ __forceinline__ Scales load(const Corner& corner) const {
-        Scales scales;
+    __device__ __forceinline__ Loaded load(const Corner& corner) const {
+        Loaded loaded;
         for (int r = 0; r < 4; ++r) {
-            const int exponent = -smallest_of(base) - offsets[min(corner.row + 4 * r, m - 1)];
-            scales.half_scale[r] = power_of_two(exponent / 2);
-            scales.other_half[r] = power_of_two(exponent - exponent / 2);
+            const int exponent = -load_min_exponent(smallest) - exponents[min(corner.row + 4 * r, m - 1)];
+            loaded.factor[r] = power_of_two(exponent / 2);
+            loaded.other_factor[r] = power_of_two(exponent - exponent / 2);
         }
-        return scales;
+        return loaded;
     }
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
-            value = value * scales.half_scale[i / 8] * scales.other_half[i / 8];
+            value = value * loaded.factor[i / 8] * loaded.other_factor[i / 8];
         }
         store_values(out, v, corner, m, n);
     }
@@ -1029,99 +1039,99 @@ struct StoreGradient {
 
 // Makes dX or, if of_weight, dW. G is split already. Splits the other factor, W or x, to `pieces`, then multiplies.
 template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const float* other, __half* pieces,
-    float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& grad, cudaStream_t stream) {
+    float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& split_g, cudaStream_t stream) {
     const int64_t length = of_weight ? m : n;
-    Operand split = {other, pieces, length, int(k)};
-    split.base = of_weight ? grad.smallest_x : grad.smallest_w;
-    split.offsets = of_weight ? grad.rows : grad.columns;
-    const cudaError_t error = launch_split<Scheme>(split, {}, stream);
+    Operand b_operand = {other, pieces, length, int(k)};
+    b_operand.smallest = of_weight ? split_g.smallest_x : split_g.smallest_w;
+    b_operand.exponents = of_weight ? split_g.row_exponents : split_g.column_exponents;
+    const cudaError_t error = launch_split<Scheme>(b_operand, {}, stream);
     if (error != cudaSuccess) return error;
-    const int* const out_offsets = of_weight ? grad.columns : grad.rows;  // dW's rows are G's columns
-    const StoreGradient epilogue = {split.base, out_offsets, out, int(of_weight ? n : m), int(k)};
-    const Matrix a = matrix_of_pieces<Scheme>(grad.pieces, m, n);
+    const int* const exponents = of_weight ? split_g.column_exponents : split_g.row_exponents;  // dW = G^T x
+    const StoreGradient epilogue = {b_operand.smallest, exponents, out, int(of_weight ? n : m), int(k)};
+    const Matrix a = matrix_of_pieces<Scheme>(split_g.pieces, m, n);
     const Matrix b = matrix_of_pieces<Scheme>(pieces, length, k);
     return of_weight ? launch_multiply<true, true, Scheme>(a, b, length, epilogue, stream)
                      : launch_multiply<false, true, Scheme>(a, b, length, epilogue, stream);
 }
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __half* pieces, float* out, int64_t m,
-    int64_t n, int64_t k, const SplitGradient* grad, cudaStream_t stream) {
+    int64_t n, int64_t k, const SplitGradient* split_g, cudaStream_t stream) {
     const auto launch = tf32 ? launch_dx_or_dw<OneProduct<__half, float>> : launch_dx_or_dw<ThreeProducts>;
-    return launch(of_weight, other, pieces, out, m, n, k, *grad, stream);
+    return launch(of_weight, other, pieces, out, m, n, k, *split_g, stream);
 }
 // ---- The rows of linear_instance_norm_residual ----
 //
 // For float32 the forward launches split_rows, multiply (which stores h) and finish_rows. For 16-bit types cuBLAS's
-// product replaces the first two: ours took 1.1 times as long. The formula out = ((h - mean) * rstd + y) * y stands in
-// finish_rows and row_gradients, in C++ in differentiate_plainly, in Python in _finish_plainly and ModelNew.forward.
+// product replaces the first two: ours took 1.1 times as long. So OneProduct<T, T> is not used here. The formula out =
+// ((h - mean) * rstd + y) * y stands in finish_rows and row_gradients, in C++ in differentiate_plainly, in Python in
+// _finish_plainly and ModelNew.forward.
 struct StoreLinear : LinearProduct<float> {
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        unscale(v, corner, scales);
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
+        sums_to_h(v, corner, loaded);
         store_values(out, v, corner, m, n);
     }
 };
-// For 16-bit types the backward launches finish_rows once more, with BACKWARD, and then ATen's two products and its sum
-// of G over the rows, the bias's gradient. With z = (h - mean) * rstd and d = grad * y,
+// For 16-bit types the backward launches finish_rows once more, with BACKWARD, then ATen's sum of G over the rows,
+// which is the bias's gradient, and ATen's two products. With z = (h - mean) * rstd and d = grad * y,
 //
 //     grad_y = grad * (z + y) + d;    G, the gradient of h, = rstd * (d - mean(d) - z mean(d z))
 //
-// `group` neighbouring threads, 8 up to the whole block, own a row. Each keeps 32 values of each tensor in registers,
-// so a whole block keeps 8192. What is beyond them in a longer row is loaded again each time. `out` is the output or,
-// with BACKWARD, G. It may be h: a thread writes a pack after its last read of that pack, and no other thread reads it.
+// `threads_per_row` neighbouring threads, 8 up to the whole block, own a row. Each keeps 32 values of each tensor in
+// registers, so a whole block keeps 8192. What is beyond them in a longer row is loaded again each time. `out` is the
+// output or, with BACKWARD, G. It may be h: a thread writes a pack after its last read of it, and no other thread reads
+// it.
 constexpr int kRowThreads = 256;
 // Makes the compiler believe that a pack changed. Else it would convert the pack to floats once and keep these, in
 // twice the registers. (Then finish_rows would take 46 us, not 32, of a training step of the benchmark in bfloat16.)
-template <class Sixteen> __device__ __forceinline__ void hide(Sixteen& bytes) {
-    uint4& v = reinterpret_cast<uint4&>(bytes);
+template <typename T> __device__ __forceinline__ void make_opaque(Pack16<T>& pack) {
+    uint4& v = reinterpret_cast<uint4&>(pack);
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
-template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThreads)
-    finish_rows(const T* h, const T* y, const T* grad, T* out, T* grad_y, int64_t rows, int n, float eps, int group) {
-    constexpr int V = 16 / sizeof(T);  // values in a pack of 16 bytes
-    constexpr int kHeld = 32 / V;  // packs in registers
+template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThreads) finish_rows(
+    const T* h, const T* y, const T* grad, T* out, T* grad_y, int64_t rows, int n, float eps, int threads_per_row) {
+    constexpr int kHeld = 32 / kPer16Bytes<T>;  // packs in registers
     constexpr int kTensors = BACKWARD ? 3 : 2;
-    using Own = Pack<T, V>;
     __shared__ float warp_values[5][kRowThreads / 32];  // one for each sum
-    const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group;
-    const int packs = row < rows ? n / V : 0;
+    const int64_t row = int64_t(blockIdx.x) * (kRowThreads / threads_per_row) + threadIdx.x / threads_per_row;
+    const int thread_in_row = threadIdx.x % threads_per_row;
+    const int pack_count = row < rows ? n / kPer16Bytes<T> : 0;
     const T* const tensors[] = {h, y, grad};
-    const auto load = [&](int t, int at) { return reinterpret_cast<const Own*>(tensors[t] + row * n)[at]; };
-    Own held[kTensors][kHeld];  // all loads are issued before the first value is used
+    const auto load = [&](int t, int at) { return reinterpret_cast<const Pack16<T>*>(tensors[t] + row * n)[at]; };
+    Pack16<T> held[kTensors][kHeld];  // all loads are issued before the first value is used
     for (int t = 0; t < kTensors; ++t) {
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const int at = lane + i * group;
-            if (at < packs) held[t][i] = load(t, at);
+            const int at = thread_in_row + i * threads_per_row;
+            if (at < pack_count) held[t][i] = load(t, at);
         }
     }
-    const auto over_row = [&](const auto& use) {  // calls use(a pack of each tensor, their index in the row)
-        Own now[kTensors];
+    const auto for_each_pack = [&](const auto& use) {  // calls use(a pack of each tensor, their index in the row)
+        Pack16<T> current[kTensors];
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const int at = lane + i * group;
+            const int at = thread_in_row + i * threads_per_row;
             for (int t = 0; t < kTensors; ++t) {
-                now[t] = held[t][i];
-                hide(now[t]);
+                current[t] = held[t][i];
+                make_opaque(current[t]);
             }
-            if (at < packs) use(now, at);
+            if (at < pack_count) use(current, at);
         }
-        for (int at = lane + kHeld * group; at < packs; at += group) {
-            for (int t = 0; t < kTensors; ++t) now[t] = load(t, at);
-            use(now, at);
+        for (int at = thread_in_row + kHeld * threads_per_row; at < pack_count; at += threads_per_row) {
+            for (int t = 0; t < kTensors; ++t) current[t] = load(t, at);
+            use(current, at);
         }
     };
-    const auto sum = [&](float v, int i) { return reduce_group(v, group, warp_values[i], Add()); };
+    const auto sum = [&](float v, int i) { return reduce_threads(v, threads_per_row, warp_values[i], Add()); };
     const float share = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
     float mean = 0;
     float mean_error = 0;  // the exact mean is mean + mean_error
     float squares = 0;
-    over_row([&](const auto& packs, int) {
-        for (int j = 0; j < V; ++j) mean = fmaf(to_float(packs[0].value[j]), share, mean);
+    for_each_pack([&](const auto& packs, int) {
+        for (int j = 0; j < kPer16Bytes<T>; ++j) mean = fmaf(to_float(packs[0].value[j]), share, mean);
     });
     mean = sum(mean, 0);
-    over_row([&](const auto& packs, int) {
+    for_each_pack([&](const auto& packs, int) {
         float pack_error = 0, pack_squares = 0;  // sums of a pack: a small term added to a large total would be lost
-        for (int j = 0; j < V; ++j) {
+        for (int j = 0; j < kPer16Bytes<T>; ++j) {
             const float deviation = to_float(packs[0].value[j]) - mean;
             pack_error += deviation;
             pack_squares = fmaf(deviation, deviation, pack_squares);
@@ -1135,12 +1145,12 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
     if (isinf(squares)) mean_error = 0;
     // fmaxf turns a NaN into 0. But then mean_error is NaN, too, and so is the whole row of the output.
     const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
-    const auto z_of = [&](const Own& pack, int j) { return ((to_float(pack.value[j]) - mean) - mean_error) * rstd; };
+    const auto z_of = [&](const auto& pack, int j) { return ((to_float(pack.value[j]) - mean) - mean_error) * rstd; };
     const auto write = [&](T* to, const auto& value_of) {  // for each value of the row value_of(packs, place in them)
-        over_row([&](const auto& packs, int at) {
-            Own result;
-            for (int j = 0; j < V; ++j) result.value[j] = from_float<T>(value_of(packs, j));
-            if (to != nullptr) reinterpret_cast<Own*>(to + row * n)[at] = result;
+        for_each_pack([&](const auto& packs, int at) {
+            Pack16<T> result;
+            for (int j = 0; j < kPer16Bytes<T>; ++j) result.value[j] = from_float<T>(value_of(packs, j));
+            if (to != nullptr) reinterpret_cast<Pack16<T>*>(to + row * n)[at] = result;
         });
     };
     if constexpr (!BACKWARD) {
@@ -1183,46 +1193,48 @@ extern "C" int64_t row_blocks(int64_t m, int64_t n) {
 __device__ __forceinline__ void read_columns(const float* from, float (&v)[kThreadColumns], int n) {
     for (int i = 0; i < kThreadColumns; i += 4) {
         const int column = threadIdx.x * kThreadColumns + i;
-        Pack<float, 4> pack = {};
-        if (column < n) pack = *reinterpret_cast<const Pack<float, 4>*>(from + column);
+        Pack16<float> pack = {};
+        if (column < n) pack = *reinterpret_cast<const Pack16<float>*>(from + column);
         for (int j = 0; j < 4; ++j) v[i + j] = pack.value[j];
     }
 }
 __device__ __forceinline__ void write_columns(float* to, const float (&v)[kThreadColumns], int n) {
     for (int i = 0; i < kThreadColumns; i += 4) {
         const int column = threadIdx.x * kThreadColumns + i;
-        const Pack<float, 4> pack = {v[i], v[i + 1], v[i + 2], v[i + 3]};
-        if (column < n) *reinterpret_cast<Pack<float, 4>*>(to + column) = pack;
+        const Pack16<float> pack = {v[i], v[i + 1], v[i + 2], v[i + 3]};
+        if (column < n) *reinterpret_cast<Pack16<float>*>(to + column) = pack;
     }
 }
 // Scales, splits and stores a row of G; v is 0 beyond n.
 template <class Scheme> __device__ __forceinline__ void store_split_row(
-    const float (&v)[kThreadColumns], int row, int n, const SplitGradient& to, float* warp_values) {
+    const float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
     const int first_column = threadIdx.x * kThreadColumns;
     const int padded = int(padded_k<Scheme>(n));
     float largest = 0;
     for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    largest = reduce_group(largest, blockDim.x, warp_values, Max());
+    largest = reduce_threads(largest, blockDim.x, warp_values, Max());
     const int exponent = scale_exponent(largest);
     for (int i = 0; i < kThreadColumns; i += 8) {
         float eight[8];
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
         if (first_column + i >= padded) continue;
-        store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
+        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
-    // Notes W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 * blockDim.x
-    // rows, so G's first 16 rows cover it, and G has 128 or more.
+    // Submits W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 *
+    // blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
     const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
-    if (j < n) note_exponent(to.smallest_w, to.forward[j].exponent());
+    if (j < n) atomic_min_exponent(split_g.smallest_w, split_g.scales[j].exponent());
     if (threadIdx.x > 0) return;
-    to.rows[row] = exponent;
-    // Notes the exponents of G's row and of x's row, added up. Where G's row is 0 it notes the largest possible, which
-    // does not lower the smallest.
-    note_exponent(to.smallest_x, largest > 0 ? exponent + to.forward[n + row].exponent() : kLargestExponent);
+    split_g.row_exponents[row] = exponent;
+    // Submits the exponents of G's row and of x's row, added up. Where G's row is 0 it submits the largest possible,
+    // which does not lower the smallest.
+    atomic_min_exponent(
+        split_g.smallest_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
 }
-// For float32: the gradients of y and of h (see finish_rows). The backward's launches are
+// For float32: the gradients of y and of h (see finish_rows). The backward's launches, in their order:
 //
-//     row_gradients                     stores G as pieces to `to`, and each block's part of its sum to partials[block]
+//     ATen's zeros                      for the exponents that SplitGradient points to
+//     row_gradients                     stores G as pieces, and each block's part of its sum to partials[block]
 //     scale_columns                     finds c_j and scales G's columns by 2^c_j
 //     ATen's sum over the blocks' partials: the bias's gradient
 //     split_rows, then multiply         for dX, with W
@@ -1238,11 +1250,11 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
 constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(const float* __restrict__ grad,
     const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y, float* __restrict__ partials,
-    int64_t rows, int n, float eps, const SplitGradient to) {
+    int64_t rows, int n, float eps, const SplitGradient split_g) {
     __shared__ float warp_values[6][512 / 32];  // one for each sum of a row, and one for store_split_row
     const float share = 1.0f / n;
-    const auto sum_of = [&](float v, int i) { return reduce_group(v, blockDim.x, warp_values[i], Add()); };
-    const auto each = [&](const auto& use) {  // calls use(i) for each of the thread's columns that exist
+    const auto sum_of = [&](float v, int i) { return reduce_threads(v, blockDim.x, warp_values[i], Add()); };
+    const auto for_each_column = [&](const auto& use) {  // calls use(i) for each of the thread's columns that exist
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
             if (int(threadIdx.x) * kThreadColumns + i < n) use(i);
@@ -1258,9 +1270,9 @@ template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(con
         read_columns(h + row * n, z, n);
         read_columns(y + row * n, y_value, n);
         read_columns(grad + row * n, g, n);
-        each([&](int i) { mean = fmaf(z[i], share, mean); });
+        for_each_column([&](int i) { mean = fmaf(z[i], share, mean); });
         mean = sum_of(mean, 0);
-        each([&](int i) {
+        for_each_column([&](int i) {
             z[i] -= mean;
             mean_error += z[i];
             squares_of[i % 4] = fmaf(z[i], z[i], squares_of[i % 4]);
@@ -1269,7 +1281,7 @@ template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(con
         mean_error = sum_of(mean_error, 2) * share;
         if (isinf(squares)) mean_error = 0;
         const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
-        each([&](int i) {
+        for_each_column([&](int i) {
             z[i] = (z[i] - mean_error) * rstd;
             const float d = g[i] * y_value[i];
             y_value[i] = fmaf(g[i], z[i] + y_value[i], d);
@@ -1281,16 +1293,16 @@ template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(con
         mean_d = sum_of(mean_d, 3) * share;
         mean_dz = sum_of(mean_dz, 4) * share;
         const float restored = std::is_same_v<Scheme, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;
-        each([&](int i) {
+        for_each_column([&](int i) {
             g[i] = restored * (g[i] - mean_d - z[i] * mean_dz);
             column_sums[i] += g[i];
         });
-        if (to.pieces != nullptr) store_split_row<Scheme>(g, row, n, to, warp_values[5]);
+        if (split_g.pieces != nullptr) store_split_row<Scheme>(g, row, n, split_g, warp_values[5]);
     }
     float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kThreadColumns;
-    each([&](int i) { sums[i] = float(column_sums[i]); });
+    for_each_column([&](int i) { sums[i] = float(column_sums[i]); });
 }
-// ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned. A SplitGradient is in host memory. ----
+// ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned; those to structs to host memory. ----
 
 // For float32: launches split_rows and multiply, which make h.
 extern "C" int linear_forward(bool tf32, const float* x, const float* weight, const float* bias, float* h,
@@ -1302,33 +1314,36 @@ extern "C" int linear_forward(bool tf32, const float* x, const float* weight, co
 // dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8. If grad is given, with a 16-bit type, out is G.
 extern "C" int finish_residual(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
     int64_t rows, int64_t n, float eps, cudaStream_t stream) {
-    int group = 8;
-    while (group < kRowThreads && group * 32 < n) group *= 2;
-    const unsigned blocks = unsigned(divide_up(rows, kRowThreads / group));
+    int threads_per_row = 8;
+    while (threads_per_row < kRowThreads && threads_per_row * 32 < n) threads_per_row *= 2;
+    const unsigned blocks = unsigned(divide_up(rows, kRowThreads / threads_per_row));
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
         auto* kernel = finish_rows<T, false>;
         if (grad != nullptr) kernel = finish_rows<T, sizeof(T) == 2>;
         kernel<<<blocks, kRowThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<const T*>(y),
-            static_cast<const T*>(grad), static_cast<T*>(out), static_cast<T*>(grad_y), rows, int(n), eps, group);
+            static_cast<const T*>(grad), static_cast<T*>(out), static_cast<T*>(grad_y), rows, int(n), eps,
+            threads_per_row);
     };
     if (dtype == 0) launch(0.0f);
     if (dtype == 1) launch(__half());
     if (dtype == 2) launch(__nv_bfloat16());
     return cudaGetLastError();
 }
-// Launches row_gradients and, given `to`, scale_columns. n is at most 8192.
+// Launches row_gradients and, given split_g, scale_columns. n is at most 8192.
 template <class Scheme> static cudaError_t launch_gradients(const float* grad, const float* h, const float* y,
-    float* grad_y, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
+    float* grad_y, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g,
+    cudaStream_t stream) {
     row_gradients<Scheme><<<unsigned(row_blocks(m, n)), row_threads(n), 0, stream>>>(
-        grad, h, y, grad_y, partials, m, int(n), eps, to != nullptr ? *to : SplitGradient());
-    if (to != nullptr) { scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n); }
+        grad, h, y, grad_y, partials, m, int(n), eps, split_g != nullptr ? *split_g : SplitGradient());
+    const dim3 blocks(unsigned(divide_up(n, 256)), 64);
+    if (split_g != nullptr) scale_columns<Scheme><<<blocks, 256, 0, stream>>>(*split_g, m, n);
     return cudaGetLastError();
 }
 extern "C" int residual_gradients(bool tf32, const float* grad, const float* h, const float* y, float* grad_y,
-    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
+    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g, cudaStream_t stream) {
     const auto launch = tf32 ? launch_gradients<OneProduct<__half, float>> : launch_gradients<ThreeProducts>;
-    return launch(grad, h, y, grad_y, partials, m, n, eps, to, stream);
+    return launch(grad, h, y, grad_y, partials, m, n, eps, split_g, stream);
 }
 """
 
@@ -1350,10 +1365,10 @@ CPP_SOURCE = r"""
 
 namespace {
 using Tensors = std::vector<at::Tensor>;
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, also
+// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `for_backward`, also
 // h = x weight^T + bias and scales (as in LinearProduct; without elements for 16-bit types).
 Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
-    bool, bool recorded) {
+    bool, bool for_backward) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == n, "bias (n)");
@@ -1362,7 +1377,7 @@ Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
-    if (!recorded) return {out};
+    if (!for_backward) return {out};
     const c10::SymInt scaled = x.scalar_type() == at::kFloat ? n + m : 0;
     return {out, at::empty_like(out), at::empty_symint({scaled, 2}, x.options())};
 }
@@ -1378,13 +1393,13 @@ Tensors backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Ten
 }
 
 // ---- The product in C++: the same text in both linear files of this folder. ----
-struct GradientPointers {  // the kernels' SplitGradient
+struct SplitGradient {  // as in CUDA_SOURCE
     void* pieces;
-    const void* forward;
-    int *columns, *rows, *smallest_w, *smallest_x;
+    const void* scales;
+    int *column_exponents, *row_exponents, *smallest_w, *smallest_x;
 };
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
-    int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
+    int64_t n, int64_t k, const SplitGradient* split_g, cudaStream_t stream);
 // Memory for the pieces of a matrix: two fp16 numbers a value or, with TF32, one. A row is whole lines of 64 numbers.
 at::Tensor empty_pieces(int64_t rows, int64_t k, bool tf32, const at::Tensor& like) {
     const int64_t line_k = tf32 ? 64 : 32;  // values in a line
@@ -1398,34 +1413,35 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 // The product takes rows of multiples of 16 bytes. Sizes are below 2^24: float32 counts the coarse values of a row
-// exactly up to there, and kLargestUnscale relies on it.
+// exactly up to there, and kLargestInverseScale relies on it.
 void check_product(const at::Tensor& x, const at::Tensor& weight) {
-    const int64_t pack = 16 / x.element_size();
-    TORCH_CHECK(weight.size(0) % pack == 0 && x.size(1) % pack == 0, "rows are not multiples of 16 bytes");
+    const int64_t per_16_bytes = 16 / x.element_size();
+    TORCH_CHECK(weight.size(0) % per_16_bytes == 0 && x.size(1) % per_16_bytes == 0, "rows are not whole 16 bytes");
     for (const int64_t size : {x.size(0), weight.size(0), x.size(1)}) {
-        TORCH_CHECK(size >= 128 && size < 1 << 24, "a size of ", size, " is not from 128 to 2^24");
+        TORCH_CHECK(size >= 128 && size < 1 << 24, "a size of ", size, " is not from 128 to 2^24 - 1");
     }
 }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-// For float32: makes dX, results[0], and dW, results[1], if wanted. split_gradient(to) finds G and stores its pieces.
+// For float32: makes dX, results[0], and dW, results[1], if wanted. find_g(split_g) finds G and stores its pieces.
 // The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
 void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
-    bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
+    bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const SplitGradient*)> find_g) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, weight);
-    TORCH_CHECK(n <= 8192 && scales.size(0) == n + m, "h is not of this product");
+    TORCH_CHECK(n <= 8192 && scales.size(0) == n + m, "needs n <= 8192 and scales (n + m, 2)");
     const at::Tensor g = empty_pieces(m, n, tf32, x);
-    const at::Tensor offsets = at::zeros({n + m + 2}, x.options().dtype(at::kInt));
-    int* const columns = offsets.data_ptr<int>();
-    int* const rows = columns + n;
-    const GradientPointers grad = {g.data_ptr(), scales.data_ptr(), columns, rows, rows + m, rows + m + 1};
-    check_launch(split_gradient(&grad));
+    const at::Tensor exponents = at::zeros({n + m + 2}, x.options().dtype(at::kInt));
+    int* const column_exponents = exponents.data_ptr<int>();
+    int* const row_exponents = column_exponents + n;
+    const SplitGradient split_g = {
+        g.data_ptr(), scales.data_ptr(), column_exponents, row_exponents, row_exponents + m, row_exponents + m + 1};
+    check_launch(find_g(&split_g));
     const auto multiply = [&](bool of_weight, const at::Tensor& other) {
         const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
         const at::Tensor ready = aligned(other);
         const at::Tensor out = at::empty({of_weight ? n : m, k}, x.options());
         check_launch(linear_dx_or_dw(
-            tf32, of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+            tf32, of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &split_g, current_stream()));
         results[of_weight ? 1 : 0] = out;
     };
     if (wants_dx) multiply(false, weight);
@@ -1438,24 +1454,24 @@ extern "C" int finish_residual(int dtype, const void* h, const void* y, const vo
     int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int64_t row_blocks(int64_t m, int64_t n);
 extern "C" int residual_gradients(bool tf32, const float* grad, const float* h, const float* y, float* grad_y,
-    float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
+    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g, cudaStream_t stream);
 int kernel_dtype(const at::Tensor& t) {  // `dtype` of finish_residual
     if (t.scalar_type() == at::kHalf) return 1;
     return t.scalar_type() == at::kBFloat16 ? 2 : 0;
 }
 
 Tensors forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-    double eps, bool tf32, bool recorded) {
+    double eps, bool tf32, bool for_backward) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const c10::cuda::CUDAGuard guard(x.device());
     check_product(x, weight);
     TORCH_CHECK(n % 8 == 0, "rows of multiples of 8 features");
-    const Tensors outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded);
+    const Tensors outputs = forward_meta(x, weight, bias, y, eps, tf32, for_backward);
     const at::Tensor& out = outputs[0];
-    at::Tensor product = recorded ? outputs[1] : out;  // what finish_residual reads: it may write out there
+    at::Tensor product = for_backward ? outputs[1] : out;  // what finish_residual reads: it may write out there
     if (x.scalar_type() == at::kFloat) {
         const at::Tensor ready_x = aligned(x), ready_weight = aligned(weight), ready_bias = aligned(bias);
-        const at::Tensor scales = recorded ? outputs[2] : at::empty({n + m, 2}, x.options());
+        const at::Tensor scales = for_backward ? outputs[2] : at::empty({n + m, 2}, x.options());
         const at::Tensor pieces = empty_pieces(m + n, k, tf32, x);
         check_launch(linear_forward(tf32, floats(ready_x), floats(ready_weight), floats(ready_bias), floats(product),
             scales.data_ptr(), pieces.data_ptr(), m, n, k, current_stream()));
@@ -1488,12 +1504,12 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
         return results;
     }
     const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options());
-    const auto launch = [&](float* grad_y, const GradientPointers* to) {
+    const auto launch = [&](float* grad_y, const SplitGradient* split_g) {
         return residual_gradients(tf32, floats(ready_grad), floats(ready_h), floats(ready_y), grad_y, floats(partials),
-            m, n, float(eps), to, current_stream());
+            m, n, float(eps), split_g, current_stream());
     };
-    const auto find_g = [&](const GradientPointers* to) {
-        const int error = launch(nullptr, to);
+    const auto find_g = [&](const SplitGradient* split_g) {
+        const int error = launch(nullptr, split_g);
         if (needs[2]) results[2] = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(at::kFloat);
         return error;
     };
@@ -1561,7 +1577,7 @@ struct LinearRowNormResidual : torch::autograd::Function<LinearRowNormResidual> 
         return found;
     }
 };
-at::Tensor recorded(
+at::Tensor differentiable(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps, bool tf32) {
     return LinearRowNormResidual::apply(x, weight, bias, y, eps, tf32);
 }
@@ -1569,8 +1585,10 @@ at::Tensor recorded(
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("recorded(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32) -> Tensor", recorded);
-    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded) -> Tensor[]");
+    m.def("differentiable(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32) -> Tensor",
+        differentiable);
+    m.def(
+        "forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool for_backward) -> Tensor[]");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, "
           "bool tf32, bool[4] needs) -> Tensor[]");
 }
@@ -1718,8 +1736,8 @@ def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
 
     Smaller products often leave multiprocessors without a tile.
     """
-    pack = 16 // value_bytes
-    if n % pack != 0 or k % pack != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
+    per_16_bytes = 16 // value_bytes
+    if n % per_16_bytes != 0 or k % per_16_bytes != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
         return False
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
         from torch.fx.experimental.symbolic_shapes import statically_known_true as known
@@ -1827,5 +1845,5 @@ class ModelNew(nn.Module):
             return _finish_plainly(norm, linear(x), y)
         others = (norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return _OPERATORS.recorded.default(*tensors, *others)
+            return _OPERATORS.differentiable.default(*tensors, *others)
         return _OPERATORS.forward.default(*tensors, *others, False)[0]

@@ -23,14 +23,14 @@ ROWS, SWISH = "linear_instance_norm_residual", "linear_swish_group_norm"
 # Kernel files: pair, old, new, file of tests, run for the pair alone.
 KERNELS = [
     # C++ on a CPU
-    (NORM, "(square - sum * difference) / n;", "(square - sum * difference) / (n - 1);", "forward"),
+    (NORM, "sum * shifted_mean) / n;", "sum * shifted_mean) / (n - 1);", "forward"),
     (NORM, "std::sqrt((variance < 0 ? 0 : variance) + eps);", "std::sqrt(variance < 0 ? 0 : variance);", "forward"),
-    (NORM, "const double difference = sum / n,", "const double difference = sum / (n + 1),", "forward"),
+    (NORM, "const double shifted_mean = sum / n,", "const double shifted_mean = sum / (n + 1),", "forward"),
     (NORM, "for (int64_t i = 0; i < n; ++i) y[i]", "for (int64_t i = 0; i < n - 1; ++i) y[i]", "forward"),
-    (NORM, "double sum = 0;\n        double square = 0;", "float sum = 0;\n        float square = 0;", "forward"),
+    (NORM, "double sum = 0;\n        double sum_squares = 0;", "float sum = 0, sum_squares = 0;", "forward"),
     (NORM, "    if (x.numel() == 0) return y;\n    const int64_t n =", "    const int64_t n =", "forward"),
     (NORM, "slice <= slices; ++slice", "slice < slices; ++slice", "forward"),
-    (NORM, "end - begin, n, eps, stream", "end - begin + 1, n, eps, stream", "sanitizers"),
+    (NORM, "end - begin, n, eps, bypass", "end - begin + 1, n, eps, bypass", "sanitizers"),
     (NORM, "    return y;\n}\n\n#ifdef WITH_CUDA", "    return y.transpose(-1, -2);\n}\n\n#ifdef WITH_CUDA", "forward"),
     (ROWS, "const double mean = sum / n;", "const double mean = h_row[0];", "forward"),
     (ROWS, "rstd = float(1 / std::sqrt(squares / n", "rstd = float(1 / std::sqrt(squares / (n - 1)", "forward"),
@@ -39,14 +39,14 @@ KERNELS = [
     (ROWS, "squares / n + eps", "squares / n + 1e-5", "forward"),
     (SWISH, "h / (Vec(1) + h.neg().exp()) + bias;", "h / (Vec(1) + h.neg().exp());", "forward"),
     (SWISH, "feature = i % groups * width;", "feature = 0;", "forward"),
-    (SWISH, "((out[i] - hi) - lo) * a + beta[i]", "((out[i] - hi) - lo) * a + bias[i]", "forward"),
+    (SWISH, "(out[i] - mean_hi - mean_lo) * a + beta[i]", "(out[i] - mean_hi - mean_lo) * a + bias[i]", "forward"),
     (SWISH, "std::abs(a) < INFINITY ? ", "true ? ", "forward"),
     (SWISH, "1 / std::sqrt(squares / width + eps)", "1 / std::sqrt(squares / width)", "forward"),
     (SWISH, "beta32 = single(beta);", "beta32 = single(bias);", "forward"),
     (CONV, "biases[i % h.size(1)], scales", "0.0f, scales", "convolution_on_cpu"),
     (CONV, "sums.squares / n - mean * mean", "sums.squares / n", "convolution_on_cpu"),
     (CONV, "const auto rows = x.sym_size(2) - weight.sym_size(2) + 1", "const auto rows = x.sym_size(2)", "compile"),
-    (ROWS, ': {"forward", "gradient", "finish",', ': {"gradient", "finish",', "compile"),
+    (ROWS, ': {"forward", "gradient_product", "finish",', ': {"gradient_product", "finish",', "compile"),
     # Python
     (NORM, "and x.shape[-2] * x.shape[-1] != 1 ", "", "invalid"),
     (NORM, "and x.dim() in (3, 4)", "", "invalid"),
@@ -102,12 +102,13 @@ JUDGE = [
 CUDA = [
     (NORM, "rsqrtf((variance < 0 ? 0 : variance) + eps);", "rsqrtf(variance < 0 ? 0 : variance);", "instance_norm"),
     (NORM, "offset = residual[0] * slope - residual[1];", "offset = 0;", "instance_norm"),
-    (NORM, "sum[kSums] += __popc(mask);", "sum[kSums] += kValues16<T>;", "instance_norm"),
+    (NORM, "sum[kCount] += __popc(mask);", "sum[kCount] += kValuesPer16Bytes<T>;", "instance_norm"),
     (NORM, "sums.store(of_warp[round % 2][warp]", "sums.store(of_warp[0][warp]", "instance_norm"),
-    (HOPPER + SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
-    (HOPPER + SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
+    (HOPPER + SWISH, "mbarrier_wait(&shared.slot_full[slot_ring.index], slot_ring.parity);", "", "linear_products"),
+    (HOPPER + SWISH, "mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);", "",
+     "linear_products"),
     (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
-    (CONV, "load_convolved<T>(p, tile, shared, h);", "", "convolution"),
+    (CONV, "load_convolved<T>(p, tile, shared, values);", "", "convolution"),
     (HOPPER + CONV, "values[c] = rest_of(values[c]);", "values[c] = values[c];", "convolution"),
     (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
