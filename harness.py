@@ -5,11 +5,12 @@
     python harness.py hopper/NAME        the file of kernels/hopper, for compute capability 9.0
     python harness.py MODEL.py NEW.py    any two files in KernelBench's format
 
-Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times,
-errors and reasons; in the end a table of all. On a terminal the last line says what is being done.
+Of each candidate a block is printed: its verdict, times, errors and reasons; in the end a table of
+all. On a terminal the last line says what is being done.
 wrong: wrong numbers, shapes or dtypes, inputs written, time hidden or impossible, a crash, a hang.
 right: the numbers are right and timed, but it is no drop-in, for the reasons given. drop-in: right,
-and it behaves as the Model does in all else that the judge asks.
+and it behaves as the Model does in all else that the judge asks. build failed: the file with
+ModelNew did not build. not judged: the Model itself fails, or its answers cannot be compared.
 Exit codes: 0 if all are what --require asks for (default: drop-in; right when you give two files),
 1 if not, 2 usage, 3 if one did not build, 4 if the judge itself failed.
 """

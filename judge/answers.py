@@ -23,6 +23,7 @@ from judge.source import reseed
 RANDOM = "changes a random state"
 OF_A_LEAF = " of a leaf"
 AFTERWARDS = " afterwards"  # of a tensor of the module's state
+GRAD_MODE = "leaves it switched whether gradients are recorded"
 REUSED = "gives the memory of an earlier answer again"
 SHARED = "gives outputs that share memory"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
@@ -164,12 +165,13 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     reseed(request.seed + APART)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
     recorded = request.direction != "forward"
-    calls, held, given, reused = [], set(), memory_of(sets), False
+    calls, held, given, reused, switches = [], set(), memory_of(sets), False, False
     with torch.inference_mode() if How.INFERENCE in request.how else torch.set_grad_enabled(recorded):
         for position, i in enumerate(request.order):
             if How.THEN_EVAL in request.how and position == len(request.order) - 1:
                 module.eval()
             given_as = call(*sets[i])
+            switches |= torch.is_grad_enabled() != (recorded and How.INFERENCE not in request.how)
             result = in_order(given_as)
             reused |= bool(memory_of(result) & held)
             if i == 0 or position == len(request.order) - 1:
@@ -184,6 +186,8 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     did += written(before, watched(module, sets, own))
     if any(now != then for now, then in zip(rng_state(), states)):
         did.append(RANDOM)
+    if switches:
+        did.append(GRAD_MODE)
     if any(given & memory_of(result) for _, result, *_ in calls):
         did.append("gives an input's memory as an output's")
     starts = [[x.data_ptr() for x in dense_of(result)] for _, result, *_ in calls]  # slices of one tensor have others

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map, tree_map_only
 
 from judge import gates, switches
 from judge.answers import (
+    GRAD_MODE,
     OF_A_LEAF,
     RANDOM,
     REUSED,
@@ -49,13 +50,14 @@ FAR_OFF = 30.0  # times the tolerance: gradients that are seen without float64's
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
 EMPTY = re.compile(r"shape \[(\d+, )*0[,\]]")  # in a form: of a tensor without elements
-NAMED_TUPLE = re.compile(r"TreeSpec\((?!tuple|list|dict)\w+")  # as torch.max gives it
+SEQUENCE = re.compile(r"TreeSpec\((?!dict)\w+")  # a list, a tuple, or a named one, as torch.max gives it
 MOST_STEPS = 1e-3  # the share of places where the Model may jump
 STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so many where it was not yet seen to
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
 MANY_BYTES = 1 << 27  # of inputs and answer, at most, where the batch is many times as large
 NAMED = 4  # parameters at most, in a reason
 SOME = 0.05  # the share of elements at most in which a right answer is far off where the Model is, too
+Unjudged = partial(Rejected, kind="model")  # the Model's answers are no measure of the candidate's
 HALVES = {float: lambda x: 0.5 * x, int: lambda x: x // 2 or x}  # of numbers that are no tensors
 
 
@@ -68,7 +70,7 @@ def of_the_model(level: str | None = None) -> Iterator[None]:
     except Rejected:
         raise
     except RAISED as error:
-        kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "wrong"
+        kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "model"
         raise Rejected(f"the Model itself raised {last_line(error)}", kind=kind) from error
 
 
@@ -97,7 +99,7 @@ class Case:
     shapes: list[list[int]] = field(default_factory=list)  # of the inputs
     small_batch: int | None = None  # the batch of all requests but the gates'
     sample_bytes: float = 0.0  # of a sample's inputs and answer
-    eps: float = 0.0  # of the coarsest dtype that the Model computes in
+    eps: float = 0.0  # of the coarsest dtype that the Model's operations give
     inputs_are: list[Inputs] = field(default_factory=list)  # what each input is in all draws, of a few samples
     errors: dict[str, gates.Errors] = field(default_factory=dict)
     # At random, by name and whether in training mode: the candidate's, two of the Model's.
@@ -165,7 +167,8 @@ class Case:
         if name == "new":
             raise failed
         if name == "eager":
-            raise Rejected(f"the Model itself {failed}", kind=failed.kind) from failed
+            kind = failed.kind if failed.kind == "memory" else "model"
+            raise Rejected(f"the Model itself {failed}", kind=kind) from failed
         self.notes.append(f"no {name} baseline: {failed}")
         self.workers.pop(name).kill()
 
@@ -206,9 +209,11 @@ class Case:
         if not (x.is_floating_point() or x.is_complex()):
             return 0.0
         coarse = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
-        narrow = max(coarse, self.eps)
+        narrow, usual = max(coarse, self.eps), torch.finfo(self.dtype).eps
         least = gates.TOLERANCE[self.precision][self.dtype]
-        if narrow <= torch.finfo(self.dtype).eps:
+        if narrow < usual:  # the Model computes in float64 whatever the run's dtype is
+            return gates.HIGHEST[torch.float64]
+        if narrow == usual:
             return least
         if self.dtype == torch.float64:  # where nothing more exact tells who is right
             least = gates.HIGHEST[torch.float32]
@@ -299,11 +304,12 @@ def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> Own:
         if alike:
             own[name] = min(alike, key=apart)
             del left[own[name]]
-    names = f"its parameters are named {some(mine)}, the Model's {some(theirs)}" if mine else "it has no parameters"
+    none = f"it has none of the Model's {some(theirs)}"
+    names = f"its parameters are named {some(mine)}, the Model's {some(theirs)}" if mine else none
     if len(own) == len(theirs):
         case.lacks(names)
         return own
-    case.lacks(f"{names}; not all have the Model's values, so it was judged as made from the same seeds")
+    case.lacks(f"{names}; they cannot be given the Model's values, so it was judged as made from the same seeds")
     return {}
 
 
@@ -321,31 +327,35 @@ def smaller(batch: int | None, nbytes: int, most: float) -> int | None:
 
 
 def comparable(case: Case) -> None:
-    """Raises Rejected if the Model's answers are no measure of the candidate's."""
+    """Raises Unjudged if the Model's answers are no measure of the candidate's."""
     inputs, coarsest = case.inputs(0), gates.Coarsest()
+
+    def noted(*given):
+        with coarsest:
+            return called(*given)
+
     case.shapes = [list(x.shape) for x in tensors_of(inputs)]
     if other := [str(x.layout) for x in tensors_of(inputs) if x.layout != torch.strided]:
-        raise Rejected(f"the Model is given tensors of {other[0]}, which the judge cannot hand out")
+        raise Unjudged(f"the Model is given tensors of {other[0]}, which the judge cannot hand out")
     nbytes = bytes_of(inputs)
     with of_the_model(case.precision):
         called = copy.deepcopy(case.model)
         (first,) = answers_of(called, [inputs], Request(""))
         del inputs  # gigabytes, maybe
         called.load_state_dict(case.initial)  # what a call writes there, each request gives anew
-        with coarsest:
-            (again,) = answers_of(called, [case.inputs(0)], Request(""))
+        (again,) = answers_of(called, [case.inputs(0)], Request(""), call=noted)
         (other,) = answers_of(called, [case.inputs(1)], Request(""))
-    case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
+    case.eps = coarsest.eps or torch.finfo(case.dtype).eps
     shapes = [{name: x.shape for name, x in answer.tensors().items()} for answer in (first, again, other)]
     if shapes != shapes[:1] * 3:
-        raise Rejected("the Model's answer has another shape for other values, so the judge has no memory for it")
+        raise Unjudged("the shape of the Model's answer depends on the values of its inputs: that cannot be compared")
     for name, leaf in first.leaves.items():
         known = isinstance(leaf, (torch.Tensor, int, complex, str, type(None)))
         if not known or isinstance(leaf, torch.Tensor) and (leaf.is_quantized or leaf.is_meta):
             kind = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            raise Rejected(f"the Model itself gives {name} as {kind}, which the judge cannot compare")
+            raise Unjudged(f"the Model itself gives {name} as {kind}, which the judge cannot compare")
         if isinstance(leaf, torch.Tensor) and not gates.are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
-            raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
+            raise Unjudged("the Model itself gives another answer when it is called again: none can be judged by it")
     case.infinite = not all(map(is_finite, first.tensors().values()))
     case.constant = all(same_bits(x, other.leaves[name]) for name, x in first.tensors().items())
     most = LARGE_SHARE * torch.cuda.mem_get_info()[1] if case.device == "cuda" else inf
@@ -382,7 +392,8 @@ def check(case: Case, direction: str, after: bool = False, gradients: bool = Fal
 def over_limit(case: Case) -> list[str]:
     """Where gate 2 is not met by the errors so far."""
     pooled = {} if case.dtype == torch.float64 else case.errors
-    return [f"{name}: {said}" for name, errors in pooled.items() for said in errors.over_limit(case.eps)]
+    eps = max(case.eps, torch.finfo(case.dtype).eps)
+    return [f"{name}: {said}" for name, errors in pooled.items() for said in errors.over_limit(eps)]
 
 
 def seeds(case: Case, direction: str) -> None:
@@ -486,6 +497,8 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 
 
 def as_in_eval(case: Case, request: Request) -> bool:
+    if False in case.random:  # answers that are drawn in both modes do not tell them apart
+        return False
     try:
         ignored = request.how & ~How.TRAIN | How.IGNORED
         put(case, replace(request, both_gates=False, random=False, how=ignored), False)
@@ -560,17 +573,17 @@ def put(case: Case, request: Request, must: bool) -> None:
         reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
     if How.IGNORED not in request.how:  # whose question is whether it has a training mode
-        known = [what for what in wrong if what.startswith((RANDOM, REUSED, SHARED))]
+        known = [what for what in wrong if what.startswith((RANDOM, REUSED, SHARED, GRAD_MODE))]
         case.lacks(*known)
         wrong = [what for what in wrong if what not in known]
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["given"] != expected[0].given and reply["tree"] == expected[0].tree:
-        case.lacks(f"gives {reply['given']}, the Model {expected[0].given}")
+        case.lacks(f"gives {shown(reply['given'])}, the Model {shown(expected[0].given)}")
     if reply["tree"] != expected[0].tree:
-        said = f"gives {reply['tree']}, the Model {expected[0].tree}"
-        is_tuple = NAMED_TUPLE.sub("TreeSpec(tuple", expected[0].tree) == reply["tree"]
-        (case.lacks if is_tuple else wrong.append)(said)
+        said = f"gives {shown(reply['tree'])}, the Model {shown(expected[0].tree)}"
+        as_lists = (SEQUENCE.sub("TreeSpec(list", tree) for tree in (reply["tree"], expected[0].tree))
+        (wrong.append if len({*as_lists}) > 1 else case.lacks)(said)
     reject(request, wrong)
     case.graphs |= reply["graphs"]
     if REUSED in reply["did"] and REUSED not in expected[0].did and How.CLONED not in request.how:
@@ -592,6 +605,13 @@ def put(case: Case, request: Request, must: bool) -> None:
         and not all(same_bits(a, b) for a, b in zip(*places[:2]))
     ):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
+
+
+def shown(tree: str) -> str:
+    """PyTorch's TreeSpec(list, None, [*, *]) as list[*, *]."""
+    if "dict" in tree.lower():
+        return tree
+    return re.sub(r"TreeSpec\((\w+), None, \[", r"\1[", tree).replace("])", "]")
 
 
 def look_at_slopes(case: Case, request: Request, given: list) -> None:
@@ -634,7 +654,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]
     if RANDOM in answer.did:
         found = (unlike(case, request, draw, model, *pair) for pair in pairs)
-        reject(request, [why for each in found for why in each])
+        reject(replace(request, when="of several answers"), [why for each in found for why in each])
         reject(request, far_gradients(case, request, draw, model, pairs))
         return
     wrong, uncertain, firm = [], 0, False
@@ -730,7 +750,8 @@ def inspect_forms(case: Case, request: Request, answer: Answer, forms: list) -> 
         if my_grad not in (grad, grad.removesuffix(OF_A_LEAF)) and not EMPTY.search(mine):
             is_wrong = request.both_gates and request.direction != "forward" or RANDOM in answer.did
             is_wrong &= grad.startswith("True")
-            (wrong.append if is_wrong else case.lacks)(f"{name} has requires_grad {my_grad}, the Model's {grad}")
+            said = f"{name} has requires_grad {my_grad}; the Model's has requires_grad {grad}"
+            (wrong.append if is_wrong else case.lacks)(said)
         if mine != theirs:
             of_layout = name.startswith("gradient") and re.sub(LAYOUT, "", mine) == re.sub(LAYOUT, "", theirs)
             (case.lacks if of_layout else wrong.append)(f"{name} is {mine}, the Model's is {theirs}")
@@ -754,6 +775,7 @@ def explained_by_ties(case: Case, request: Request, draw: Callable, model, name:
         agrees = torch.isclose(gates.as_numbers(new), other, tolerance, tolerance, equal_nan=True)
         new = torch.where(agrees if tolerance else agrees.all(), eager, new)
         if gates.are_close(new, eager, tolerance, 1.0):
+            case.notes.append("of equal values it chooses others than the Model (which is first is not asked for)")
             return new
     return explained_by_steps(case, request, draw, model, name, new, eager)
 

@@ -106,8 +106,8 @@ def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """float8 and complex32 know no arithmetic on a CPU."""
-    x = x.detach()
+    """float8 knows no arithmetic on a CPU, and truth values know none at all."""
+    x = x.detach().byte() if x.dtype == torch.bool else x.detach()
     return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 

@@ -20,7 +20,7 @@ from judge.gates import Errors
 from judge.source import BUILD, last_line
 from judge.worker import Rejected
 
-DROP_IN, RIGHT, WRONG = "drop-in", "right", "wrong"  # and BUILD
+DROP_IN, RIGHT, WRONG, UNJUDGED = "drop-in", "right", "wrong", "not judged"  # and BUILD
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Result:
 
     def reject(self, error: Rejected) -> None:
         """What was timed before the reason was found has no meaning. Records travel: files lose their folders."""
-        self.status, self.ok = BUILD if error.kind == BUILD else WRONG, False
+        self.status, self.ok = {BUILD: BUILD, "model": UNJUDGED}.get(error.kind, WRONG), False
         self.no_dropin = []
         for name in ("ms", "spread", "host_us", "peak_memory", "speedup", "speedup_ci", "verdict", "roof"):
             setattr(self, name, {})
@@ -69,7 +69,7 @@ class Result:
 
     def lack(self, reasons: list[str], required: str) -> None:
         """Why what is right is no drop-in; whether that is what was required."""
-        if self.status in (WRONG, BUILD):
+        if self.reasons:
             return
         self.no_dropin = together(self.no_dropin + [without_folders(reason) for reason in reasons])
         self.status = RIGHT if self.no_dropin else DROP_IN

@@ -260,7 +260,7 @@ REQUESTS = {
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
         Request("with gradients recorded", direction="forward_recorded"),
-        Request("in inference mode", how=How.INFERENCE),
+        Request("in inference mode", how=How.INFERENCE, **MAY_REFUSE),
         Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         Request("two calls in training mode", how=How.TRAIN, order=(0, 1), both_gates=True, **MAY_REFUSE),
         Request(
@@ -321,6 +321,7 @@ def requests_after(
     of = partial(Request, direction=direction)
     if gradients:
         yield BOTH("gradients, which --backward judges", **LENIENT)
+        yield BOTH("gradients that are expanded, as sum() gives them", incoming="expanded", **LENIENT)
     yield of("after it was timed")
     if direction == "forward":
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)

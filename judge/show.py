@@ -8,11 +8,11 @@ import sys
 import textwrap
 
 from judge.bench import AMBIGUOUS, FASTER, SLOWER
-from judge.record import BUILD, DROP_IN, RIGHT, WRONG, Result
+from judge.record import BUILD, DROP_IN, RIGHT, UNJUDGED, WRONG, Result
 from judge.source import DIRECTIONS
 
 COLUMNS = 100
-COLOURS = {DROP_IN: 32, RIGHT: 33, WRONG: 31, BUILD: 31, FASTER: 32, SLOWER: 31, AMBIGUOUS: 33}
+COLOURS = {DROP_IN: 32, RIGHT: 33, WRONG: 31, BUILD: 31, UNJUDGED: 31, FASTER: 32, SLOWER: 31, AMBIGUOUS: 33}
 WORDS = dict(zip(DIRECTIONS, ("forward", "forward with gradients recorded", "forward + backward")))
 SHORT = dict(zip(DIRECTIONS, ("forward", "recorded", "fwd + bwd")))
 ORDER = ("new", "eager", "compile")
@@ -79,7 +79,8 @@ def block(run: Result) -> list[str]:
         new, eager = run.error["new_max"], run.error["eager_max"]
         said = f"largest absolute error, against the Model in float64; eager's is {eager:.1e}"
         lines.append(f"  {'error':11}{new:>10.1e}    {said}")
-    lines += [wrapped("wrong" if run.status == WRONG else "", reason) for reason in run.reasons]
+    label = "" if run.status == BUILD else run.status
+    lines += [wrapped(label, reason) for reason in run.reasons]
     lines += [wrapped("no drop-in", reason) for reason in run.no_dropin]
     if run.interference and run.ms:
         lines.append(wrapped("disturbed", "; ".join(run.interference)))

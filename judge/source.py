@@ -107,7 +107,7 @@ class Problem:
         return made
 
     def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
-        """Fresh inputs on the device, floating ones in this dtype. `batch` is None where it cannot be chosen."""
+        """Fresh inputs on the device; float32 ones in this dtype. `batch` is None where it cannot be chosen."""
         reseed(seed)
         chosen = {} if batch is None else {"batch_size": batch}
         vars(self.module).update(chosen)  # get_inputs reads this constant, or takes an argument of its name
@@ -131,11 +131,12 @@ def reseed(seed: int) -> None:
 
 
 def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> torch.Tensor:
+    """float32 in this dtype, and all others as the Model's file made them; in float64 all that is floating."""
     if x.layout == torch.strided and x.untyped_storage().nbytes() < x.nbytes:  # expanded: it is to be written to
         x = x.clone()
     if x.is_complex() and dtype == torch.float64:
         dtype = torch.complex128
-    elif not x.is_floating_point():
+    elif not x.is_floating_point() or torch.float64 != dtype and x.dtype != torch.float32:
         dtype = x.dtype
     if x.dtype.itemsize == 1:  # float8 stays what it is
         dtype = x.dtype

@@ -104,8 +104,9 @@ multiprocessing.set_forkserver_preload(PRELOADED)
 class Rejected(Exception):
     """A contender failed, for the reasons given.
 
-    `kind`: "wrong"; "uncertain", where a single answer meets neither gate, and other inputs may decide; BUILD;
-    "raised", "crashed" or "memory". `firm`: also where values may differ.
+    `kind`: "wrong"; "model", where the Model itself fails or is no measure; "uncertain", where a single answer meets
+    neither gate, and other inputs may decide; BUILD; "raised", "crashed" or "memory". `firm`: also where values may
+    differ.
     """
 
     def __init__(self, *reasons: str, kind: str = "wrong", firm: bool = False):

@@ -13,7 +13,7 @@ contiguous, and bias and scale of shape (out_channels, 1, 1):
     CPU, float32    without gradients; images of 128 pixels or more (compiled: any)
     CPU, 16 bits    without gradients; if the CPU has no instructions for the type: we compute in float32. Not if the
                     images are few and small: below 128 pixels, and x.numel() * W.numel() < 2^19 (compiled: any)
-    CPU, autocast   as 16 bits, of autocast's type; x of any dtype, any images; bias, gamma and beta must be float32
+    CPU, autocast   as 16 bits, of autocast's type; x in float32 or 16 bits, any images; bias, gamma, beta in float32
 
 PyTorch's operators do the rest, as fast as eager. For gradients on a CPU without instructions for the 16-bit type they
 compute in float32, unless converting costs more than it saves: x has fewer than 2048 values, or few and small images.
@@ -23,13 +23,13 @@ On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolu
 read conv2d(x, W) and do the rest.
 
 The forward keeps v in registers and writes its output once. It reads cuDNN's result once, or x once for each 32 output
-channels. If a sample has more tiles than can run at once, there are two launches, and each reads it. Compiled for
-compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster than float32 FMA instructions, our kernels
+channels. If a sample has more tiles than can run at once, there are two launches: each reads this. Compiled for compute
+capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster than float32 FMA instructions, our kernels
 convolve with tensor cores, as accurately as in float32; for other GPUs with FMA instructions. If gradients are wanted,
-the forward saves its input, the parameters, mean and rstd. The backward computes h again, or reads cuDNN's result.
-Where our kernels convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN
-computes W's gradient, and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for
-float32 unless torch.backends.cudnn.allow_tf32 is False.
+the forward saves its input, the parameters, mean (as two floats) and rstd. The backward computes h again, or reads
+cuDNN's result. Where our kernels convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input
+channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and
+use TF32 for float32 unless torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as fast as
@@ -79,9 +79,9 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = h * scale, and its gradient dv/dz. To change it, edit (1) `activation` and (2)
 // `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) this file's
-// counterpart in hopper/. Importing this file compares 1 to 3 at 12 z and NaN; harness.py finds a forgotten 4 or 5. The
-// activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use comparisons, such as `v < 0 ? 0 : v`.
-// (The fminf below drops a NaN on purpose.)
+// counterpart in hopper/. Importing this file compares 1 to 3 at 12 z, and 1 with 3 at NaN; harness.py finds a
+// forgotten 4 or 5. The activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use comparisons, such
+// as `v < 0 ? 0 : v`. (The fminf below drops a NaN on purpose.)
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -150,15 +150,15 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
 // by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. Let s be the first sample
-// that any block waits for. Take a block that has not yet published its tile of s. Any tile that it still has before
-// that one is of an earlier sample, and no block waits for those. So it is not waiting; by (1) it is running, and it
-// will publish its tile of s. If the grid has fewer blocks, or the cooperative launch is refused, there are two
-// launches: the first only publishes, the second repeats the convolution and makes the output.
+// that any block waits for. A block that has yet to publish its tile of s has only tiles of earlier samples before it,
+// and no block waits for those. So it does not wait; by (1) it runs, and will publish its tile of s. If the grid has
+// fewer blocks, or the cooperative launch is refused, there are two launches: the first only publishes, the second
+// repeats the convolution and makes the output.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. Two exceptions run one block: (1)
-// the gradient of x without tensor cores, which keeps two sets of sums in registers, see `convolve_stage`; (2) on 8.0
-// in float32, a 3x3 convolution to at most 16 channels, such as the benchmark's dx: a block takes 86 KiB of shared
-// memory, of a multiprocessor's 164.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. Three exceptions run one: (1) the
+// gradient of x without tensor cores, which keeps two sets of sums in registers, see `convolve_stage`; (2) float32 on
+// 8.0, 3x3 to at most 16 channels, such as the benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3)
+// float32, 3x3, on 8.6 or 8.9, if compiled for 8.0: at least 55 of 100 KiB. It is slower, but correct.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -188,7 +188,7 @@ constexpr bool kTensorCores = false;  // for the host: `launch` asks the kernel 
 #endif
 
 constexpr int kThreads = 256;                                   // per block
-constexpr int kBlocksPerSM = 2;                                 // but one in the two exceptions above
+constexpr int kBlocksPerSM = 2;                                 // but one in the three exceptions above
 constexpr int kWarps = kThreads / 32;                           // per block
 constexpr int kThreadValues = 64;                               // values per thread
 constexpr int kThreadChannels = kTensorCores ? 2 : 4;           // output channels per thread
@@ -271,12 +271,12 @@ struct Tile {
 };
 
 // What the output of a channel is computed from. Forward: out = (v - mean) factor + shift. Backward: dv = rstd
-// (factor g - (v - mean) slope - shift). `mean` is the statistics' float mean; mean_lo goes into the shift.
+// (factor g - (v - mean) v_factor - shift). `mean` is the statistics' float mean; mean_lo goes into the shift.
 //
-//                factor        shift                                 slope
-//   forward      gamma rstd    beta - mean_lo factor                 unused, as rstd is
-//   backward     gamma         (mean of gamma g) - mean_lo slope     (mean of gamma g (v - mean) rstd) rstd
-struct Epilogue { float mean, factor, shift, slope, rstd; };
+//                factor        shift                                    v_factor
+//   forward      gamma rstd    beta - mean_lo factor                    unused, as rstd is
+//   backward     gamma         (mean of gamma g) - mean_lo v_factor     (mean of gamma g (v - mean) rstd) rstd
+struct Epilogue { float mean, factor, shift, v_factor, rstd; };
 __device__ __forceinline__ float normalize(float v, const Epilogue& epilogue) {  // the forward's output
     return fmaf(v - epilogue.mean, epilogue.factor, epilogue.shift);
 }
@@ -308,10 +308,10 @@ struct ThreadOrigin {
     int channel, row, column;
     __device__ __forceinline__ explicit ThreadOrigin(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int warps_log2 = row_warps_log2(p), index = warp & ((1 << warps_log2) - 1);  // among those warps
+        const int warps_log2 = row_warps_log2(p), row_warp = warp & ((1 << warps_log2) - 1);  // among those warps
         const int lanes = kTileColumns / 2 / kPairs;  // lanes side by side in a row
         channel = (warp >> warps_log2) * kWarpChannels + (kTensorCores ? lane / kChannelLanes : 0);
-        row = index * kWarpRows + (kTensorCores ? 0 : lane / lanes * kThreadRows);
+        row = row_warp * kWarpRows + (kTensorCores ? 0 : lane / lanes * kThreadRows);
         column = lane % lanes * 2;
     }
 };
@@ -399,8 +399,8 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
 // tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
-// each stage's weights. Each returns the inverse of its power, `unscale`. In `convolve_mma` and behind it, `unscale` is
-// the product of both: x w is `unscale` times the product of the scaled x and the scaled w.
+// each stage's weights. Each returns the inverse of its power, `unscale`. What convolve_stage is given as `unscale` is
+// the product of both: x w = `unscale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. (Rounding a product to float32 costs up to 2^-24.
@@ -585,9 +585,9 @@ __device__ __forceinline__ float load_weights(
     const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in);
     float unscale = 1;
     if constexpr (kTensorCores) {
-        const int tap_pairs = (taps + 1) / 2, registers = p.tile_outs / 16 * tap_pairs * 128;
-        // A pair of weights is one 32-bit register of mma's operand A, see `convolve_mma`: of input channels lane % 4 *
-        // 2 + k. i = ((set * tap_pairs + tap pair) * 32 + lane) * 4 + register, where a set is 16 output channels.
+        const int tap_pairs = (taps + 1) / 2, weight_pairs = p.tile_outs / 16 * tap_pairs * 128;
+        // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, k = 0, 1.
+        // i = ((set * tap_pairs + tap pair) * 32 + lane) * 4 + register, where a set is 16 output channels.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % tap_pairs * 2 + i / 2 % 2;
             const int out_channel = first_channel + i / 128 / tap_pairs * 16 + i % 2 * 8 + lane / 4;
@@ -596,11 +596,11 @@ __device__ __forceinline__ float load_weights(
         float prescale = 1;
         if constexpr (kPieces<T> == 2) {
             float largest = 0;
-            for (int i = int(read_thread()); i < 2 * registers; i += kThreads)
+            for (int i = int(read_thread()); i < 2 * weight_pairs; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
             prescale = prescale_for(largest, shared, unscale);
         }
-        for (int i = int(read_thread()); i < registers; i += kThreads) {
+        for (int i = int(read_thread()); i < weight_pairs; i += kThreads) {
             const int index = i / 128 * 128 * kPieces<T> + i % 128;
             Pack<Piece<T>, 2> pieces[kPieces<T>];
 #pragma unroll
@@ -765,21 +765,21 @@ constexpr float kUnscaleLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
     const Arguments& p, const Tile& tile, const Shared& shared, float unscale, ThreadTile& conv) {
-    constexpr bool padded = DIRECTION == kInputGradient;
+    constexpr bool kIsInputGradient = DIRECTION == kInputGradient;
     const ThreadOrigin origin(p);
     float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: in one, each fmaf waits for the last
 #pragma unroll
     for (int i = 0; i < kThreadValues; ++i)
         nan_probe[i % 4] = fmaf(conv[i / kThreadPixels][i % kThreadPixels], 0.0f, nan_probe[i % 4]);
-    bool accurate = nan_probe[0] + nan_probe[1] + (nan_probe[2] + nan_probe[3]) == 0;
-    if constexpr (!padded && kPieces<T> == 2) {
+    bool usable = nan_probe[0] + nan_probe[1] + (nan_probe[2] + nan_probe[3]) == 0;
+    if constexpr (!kIsInputGradient && kPieces<T> == 2) {
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
             const float scale = fmaxf(fabsf(shared.parameters[origin.channel + o * kChannelStride].scale), 1.0f);
-            accurate &= unscale * scale <= kUnscaleLimit;
+            usable &= unscale * scale <= kUnscaleLimit;
         }
     }
-    if (accurate) return;
+    if (usable) return;
     const OutputMap map(p, tile);
     const int taps = p.kernel_size * p.kernel_size;
 #pragma unroll
@@ -787,8 +787,8 @@ __device__ __forceinline__ void recompute_in_float(
 #pragma unroll 1
     for (int n = 0; n < p.in_channels * taps; ++n) {
         const int in_channel = n / taps;
-        const int row = tile.row + origin.row + n % taps / p.kernel_size - (padded ? p.pad : 0);
-        const int column = tile.column + origin.column + n % p.kernel_size - (padded ? p.pad : 0);
+        const int row = tile.row + origin.row + n % taps / p.kernel_size - (kIsInputGradient ? p.pad : 0);
+        const int column = tile.column + origin.column + n % p.kernel_size - (kIsInputGradient ? p.pad : 0);
         float w[kThreadChannels];
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
@@ -803,7 +803,7 @@ __device__ __forceinline__ void recompute_in_float(
             // With a pitch of 2^16, distance / 2^16 is the rows, distance % 2^16 the columns from pixel 0 to pixel i.
             const unsigned pixel_row = row + map.distance(i, 1 << 16) / (1 << 16);
             const unsigned pixel_column = column + map.distance(i, 1 << 16) % (1 << 16);
-            if (padded && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
+            if (kIsInputGradient && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
             const float v = to_float(from[map.distance(i, p.width)]);
 #pragma unroll
             for (int o = 0; o < kThreadChannels; ++o) conv[o][i] = fmaf(w[o], v, conv[o][i]);
@@ -871,12 +871,12 @@ template <bool COMPENSATED>
 __device__ __forceinline__ CompensatedSum reduce_scatter(CompensatedSum (&values)[2 * kThreadChannels]) {
     int distance = kChannelLanes / 2;
 #pragma unroll
-    for (int half = kThreadChannels; half > 0; half /= 2) {
+    for (int kept = kThreadChannels; kept > 0; kept /= 2) {
         const bool upper = read_thread() & distance;
 #pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const CompensatedSum given = upper ? values[i] : values[i + half];
-            if (upper) values[i] = values[i + half];
+        for (int i = 0; i < kept; ++i) {
+            const CompensatedSum given = upper ? values[i] : values[i + kept];
+            if (upper) values[i] = values[i + kept];
             add_from_lane<COMPENSATED>(values[i], given, distance);
         }
         distance /= 2;
@@ -887,8 +887,8 @@ __device__ __forceinline__ CompensatedSum reduce_scatter(CompensatedSum (&values
 
 // By a lane, for channel c of the tile: adds up the two sums of each warp that has the channel, and returns
 //
-//     forward                             the sums of v and v^2. The warps' are of d = v - anchor and d^2, so it adds
-//                                         what is missing: v = d + anchor, v^2 = d^2 + anchor (2 d + anchor)
+//     forward                             the sums of v and v^2. Warps sum d = v - anchor and d^2, so it adds what is
+//                                         missing: v = d + anchor, v^2 = d^2 + anchor (2 d + anchor)
 //     backward, after sum_gradients       the sums of g and g (v - mean): the anchors are 0
 //     backward, after write_dh            the sums of dz / rstd and dz h / rstd: the anchors are 0
 __device__ __forceinline__ double2 sums_of_warps(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
@@ -919,8 +919,8 @@ __device__ __forceinline__ double& grad_partial(const Arguments& p, const Tile& 
 // By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
 template <Direction DIRECTION>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = read_thread(), end = min(p.tile_outs, p.out_channels - tile.first_channel);
-    if (lane < end) {
+    const int lane = read_thread(), tile_channels = min(p.tile_outs, p.out_channels - tile.first_channel);
+    if (lane < tile_channels) {
         double2 totals = sums_of_warps(p, tile, shared, lane);
         if (DIRECTION == kBackward) {
             const int64_t group = int64_t(tile.sample) * p.groups + (tile.first_channel + lane) / p.group_channels;
@@ -936,10 +936,10 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     __syncwarp();
     // A lane adds up the tile's channels of one group. `part` is the tile's index among the group's channel tiles.
     const int group = tile.group + lane, first_channel = group * p.group_channels;
-    if (first_channel < tile.first_channel + end) {
+    if (first_channel < tile.first_channel + tile_channels) {
         double2 totals = {};
         for (int c = max(first_channel - tile.first_channel, 0);
-            c < min(first_channel + p.group_channels - tile.first_channel, end); ++c) {
+            c < min(first_channel + p.group_channels - tile.first_channel, tile_channels); ++c) {
             totals = {totals.x + shared.channel_totals[c].x, totals.y + shared.channel_totals[c].y};
         }
         const int part = (tile.first_channel >> p.tile_outs_log2) - (first_channel >> p.tile_outs_log2);
@@ -948,7 +948,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     if (p.mode != kFused) return;
     __syncwarp();
     unsigned* const counter = p.counters + int64_t(tile.sample) * kCounterStride;
-    // A thread that acquires a count with this 1 in it sees the warp's writes. With a __threadfence here and one after
+    // A thread that acquires a count including this 1 sees the warp's writes. With a __threadfence here and one after
     // the wait, in place of release and acquire, the kernel takes 1.012 times as long.
     if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(counter) : "memory");
 }
@@ -977,8 +977,8 @@ __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& t
         const int parts = (last_channel >> p.tile_outs_log2) - (first_channel >> p.tile_outs_log2) + 1;
 #pragma unroll 4
         for (int i = lane; i < parts * p.pixel_tiles; i += 32) {
-            const double2 one = __ldcg(partials + i);
-            totals = {totals.x + one.x, totals.y + one.y};
+            const double2 partial = __ldcg(partials + i);
+            totals = {totals.x + partial.x, totals.y + partial.y};
         }
         for (int distance = 16; distance > 0; distance /= 2) {
             totals.x += __shfl_xor_sync(~0u, totals.x, distance);
@@ -1002,9 +1002,9 @@ __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& t
             const ChannelParameters parameters = shared.parameters[out_channel - tile.first_channel];
             Epilogue& epilogue = shared.epilogue[out_channel - tile.first_channel];
             if (DIRECTION == kBackward) {
-                const double slope = mean_of_second * statistics.rstd;
-                const float shift = float(mean_of_first - statistics.mean_lo * slope);
-                epilogue = {statistics.mean, parameters.gamma, shift, float(slope), statistics.rstd};
+                const double v_factor = mean_of_second * statistics.rstd;
+                const float shift = float(mean_of_first - statistics.mean_lo * v_factor);
+                epilogue = {statistics.mean, parameters.gamma, shift, float(v_factor), statistics.rstd};
             } else {
                 const float factor = parameters.gamma * statistics.rstd;
                 // An infinite gamma rstd gives NaN, as in ATen.
@@ -1039,20 +1039,20 @@ __device__ __forceinline__ void store_warp_sums(
 // Without the anchor, values that are all close to 1 would lose their variance to rounding.
 __device__ __forceinline__ void sum_values(ThreadTile& v, const OutputMap& map, Shared& shared) {
     const bool is_whole = __all_sync(~0u, map.all_valid());
-    constexpr int kSecondLane = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
+    constexpr int kRightLane = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
     constexpr int kThirdPixel = 6 * kPairs;  // a pixel of the fourth row
-    const unsigned valid = __shfl_sync(~0u, map.valid_mask, kSecondLane, kChannelLanes) & map.valid_mask >> kThirdPixel;
+    const unsigned valid = __shfl_sync(~0u, map.valid_mask, kRightLane, kChannelLanes) & map.valid_mask >> kThirdPixel;
     const bool has_three = (valid & 1) != 0;  // of each channel's first lane: only its value is used
     CompensatedSum sums[2 * kThreadChannels] = {};
     float anchors[kThreadChannels];
 #pragma unroll
     for (int o = 0; o < kThreadChannels; ++o) {
-        // The anchor is the median of three pixels: the first lane's first pixel, one of its fourth row, and the pixel
-        // four columns to the right of the first. In a 3x3 convolution no two depend on the same pixel of x, so a huge
-        // x, which saturates v near it, does not make the anchor an outlier. If the second or the third is outside the
-        // output, the anchor is the first. If that is outside too, sums_of_warps omits this warp.
+        // The anchor is the median of three pixels: the first lane's first, the one four columns to its right, and one
+        // of the lane's fourth row. In a 3x3 convolution no two depend on the same pixel of x, so a huge x, which
+        // saturates v near it, does not make the anchor an outlier. If the second or the third is outside the output,
+        // the anchor is the first. If that is outside too, sums_of_warps omits this warp.
         const float first = v[o][0];
-        const float right = __shfl_sync(~0u, first, kSecondLane, kChannelLanes);
+        const float right = __shfl_sync(~0u, first, kRightLane, kChannelLanes);
         const float second = has_three ? right : first;
         const float third = has_three ? v[o][kThirdPixel] : first;
         const float middle = fmaxf(fminf(first, second), fminf(fmaxf(first, second), third));
@@ -1141,8 +1141,8 @@ __device__ __forceinline__ void write_output(
     }
 }
 
-// By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0. Of the
-// second sums, which are not added up by `add`, only the additions among lanes are compensated.
+// By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0. The
+// sums of g (v - mean) do not use `add`: only their additions among lanes are compensated.
 template <typename T>
 __device__ __forceinline__ void sum_gradients(
     const Arguments& p, const Tile& tile, const ThreadTile& h, const OutputMap& map, Shared& shared) {
@@ -1186,12 +1186,12 @@ __device__ __forceinline__ void write_dh(
         const float scale = shared.parameters[c].scale;
 #pragma unroll
         for (int k = 0; k < kChunkPixels; ++k) {
-            const float value = h[o][begin + k], z = value * scale;
-            const float mean_terms = fmaf(activation(z) - epilogue.mean, epilogue.slope, epilogue.shift);
+            const float h_value = h[o][begin + k], z = h_value * scale;
+            const float mean_terms = fmaf(activation(z) - epilogue.mean, epilogue.v_factor, epilogue.shift);
             const float dv_over_rstd = fmaf(epilogue.factor, chunk[k], -mean_terms);
             const float dz_over_rstd = map.valid_mask >> (begin + k) & 1 ? dv_over_rstd * activation_gradient(z) : 0.0f;
             sums[o].sum += dz_over_rstd;
-            sums[kThreadChannels + o].sum = fmaf(dz_over_rstd, value, sums[kThreadChannels + o].sum);
+            sums[kThreadChannels + o].sum = fmaf(dz_over_rstd, h_value, sums[kThreadChannels + o].sum);
             chunk[k] = dz_over_rstd * epilogue.rstd * scale;
         }
         with_dh<T>(p, [&](auto* to) { store_pixels(to, map, o, begin, chunk); });
@@ -1349,8 +1349,8 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
 
 static Arguments plan(const int64_t* sizes, int direction) {
     Arguments p = {};
-    int* const given[] = {&p.samples, &p.in_channels, &p.height, &p.width, &p.out_channels, &p.groups, &p.kernel_size};
-    for (int i = 0; i < 7; ++i) *given[i] = int(sizes[i]);
+    int* const fields[] = {&p.samples, &p.in_channels, &p.height, &p.width, &p.out_channels, &p.groups, &p.kernel_size};
+    for (int i = 0; i < 7; ++i) *fields[i] = int(sizes[i]);
     p.dh_type = int(sizes[8]);
     p.group_channels = p.out_channels / p.groups;
     p.pad = direction == kInputGradient ? p.kernel_size - 1 : 0;
@@ -1446,8 +1446,8 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
     Arguments p = plan(sizes, direction);
-    const void** const given[] = {&p.x, &p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
-    for (int i = 0; i < 7; ++i) *given[i] = pointers[i];
+    const void** const fields[] = {&p.x, &p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
+    for (int i = 0; i < 7; ++i) *fields[i] = pointers[i];
     p.statistics = static_cast<Statistics*>(pointers[7]);
     p.counters = static_cast<unsigned*>(pointers[8]);
     p.partials = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
@@ -1457,8 +1457,8 @@ extern "C" int conv_launch(
         p.g = pointers[10];
         p.grad_partials = static_cast<double*>(pointers[11]);
     }
-    const auto launch_as = [&](auto zero) {
-        using T = decltype(zero);
+    const auto launch_as = [&](auto type_tag) {
+        using T = decltype(type_tag);
         if (direction == kForward) return launch<T, kForward>(p, stream);
         return direction == kBackward ? launch<T, kBackward>(p, stream) : launch<T, kInputGradient>(p, stream);
     };
@@ -1507,8 +1507,8 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 // are not those of CUDA_SOURCE: a tile is kTilePixels pixels of a band.
 //
 // A thread computes a band at a time: some rows of four channels of a sample. `conv`, the convolution without biases,
-// has x's row length: its pixel (row, column) is at index row * width + column. Each of its values is a sum of terms,
-// each a weight times the x that is term_offsets[term] away from the pixel. So a band is one long row, cut into tiles:
+// has x's row length: its pixel (row, column) is at index row * width + column. Each value is a sum of terms; a term is
+// a weight times the x that lies term_offsets[term] from the pixel. So a band is one long row, cut into tiles:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     conv of 3 x 3          0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
@@ -1561,10 +1561,10 @@ void convolve_tile(const float* x, const int64_t* term_offsets, int64_t terms, c
     }
 }
 
-// 2^t in operations that can be vectorized. t = n + f; n becomes the exponent's bits, and a polynomial gives 2^f, |f|
-// <= 0.5, in float32 with a relative error of at most 2.4e-7. min and max are in the order that keeps a NaN.
+// 2^t in vectorizable operations. t = n + f; n becomes the exponent's bits, a polynomial gives 2^f, |f| <= 0.5. The
+// relative error is at most 2.4e-7 for t from -126 to 127.5; above, the result is infinite; below, 2^-126.
 inline float exp2_approx(float t) {
-    t = std::min(std::max(t, -126.0f), 128.0f);
+    t = std::min(std::max(t, -126.0f), 128.0f);  // in this order they keep a NaN
     constexpr float kRound = 12582912 + 127;  // 1.5 * 2^23: the sum has no fraction, and ends with the bits of n + 127
     const float rounded = t + kRound;
     const float f = t - (rounded - kRound);
@@ -1615,8 +1615,8 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 
 // By measurements the direct convolution is faster than PyTorch's if (1) a value has at most kMaxTerms terms, (2) there
 // are at most 32 input channels (more of x, 128 KiB a band, fills much of the second-level cache), (3) its rows have at
-// least twice the kernel's columns (else about a third of the work is on pixels that mix two rows). The output, in x's
-// row length, must also have kTilePixels values: a smaller tile would begin before x.
+// least twice the kernel's columns (else, for 3x3, over a quarter of the work is on pixels that mix two rows). The
+// output, in x's row length, must also have kTilePixels values: a smaller tile would begin before x.
 bool direct_pays(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
@@ -1721,7 +1721,7 @@ struct DirectConvolution : Layout {
         }
     }
 
-    // Steps: make_bands for indices of (samples, channel_tiles, bands), normalize_channels of (samples, out_channels).
+    // make_bands takes indices of (samples, channel_tiles, bands); then normalize_channels, of (samples, out_channels).
     void make_bands(int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(
             new float[kTilePixels + kTileChannels * (band_rows * width + kTilePixels)]);
@@ -1877,10 +1877,10 @@ void input_gradient(const Tensor& dh, const Tensor& weight, const Tensor& dx) {
 Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics,
     at::ScalarType dtype, bool needs_x, bool needs_weight) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const bool nothing = grad.numel() == 0;
+    const bool is_empty = grad.numel() == 0;
     auto [dx, parameter_grads, grad_weight] =
-        backward_meta(grad, x, parameters, statistics, dtype, needs_x && nothing, needs_weight);
-    if (nothing) return {dx.zero_(), parameter_grads.zero_(), grad_weight.zero_()};
+        backward_meta(grad, x, parameters, statistics, dtype, needs_x && is_empty, needs_weight);
+    if (is_empty) return {dx.zero_(), parameter_grads.zero_(), grad_weight.zero_()};
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
     parameter_grads.copy_(
         call_kernel(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));

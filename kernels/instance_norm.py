@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Instance normalisation that reads its input from DRAM once: a drop-in for `nn.InstanceNorm2d(C)`, not affine.
+"""Instance normalisation that mostly reads its input from DRAM once: a drop-in for `nn.InstanceNorm2d(C)`, not affine.
 
     y = (x - mean) * rstd,    rstd = 1 / sqrt(var + eps)
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
@@ -62,16 +62,16 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory. A thread loads and stores packs. A pack is V consecutive values, at most 16 bytes. Its address is a multiple
-// of its size, but not in shared memory if VIA_SHARED and RAGGED. A span is the packs that a slice touches, numbered
-// from 0; if VIA_SHARED, those of one thread's part of it. If V does not divide n, the number of a slice's values,
-// spans are RAGGED: a slice may begin and end inside a pack, and the other values of that pack belong to its
-// neighbours. Threads load such a pack whole, leave the neighbours' values out of the sums, and store only the slice's
-// own values, one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot a value of another slice:
+// of its size, but not in shared memory if VIA_SHARED and RAGGED (see Span). A span is the packs that a slice touches,
+// from 0 on; if VIA_SHARED (see below), those of a thread's part of it. If V does not divide n, the number of a slice's
+// values, spans are RAGGED: a slice may begin and end inside a pack, and the pack's other values are its neighbours'.
+// Threads load them, too (but no values past the tensor's end), leave them out of the sums, and store only the slice's
+// own values, one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot one of another slice:
 //
 //      pack             0              1              2
 //               [ .  .  #  # ] [ #  #  #  # ] [ #  #  #  # ] [ .  .  .  . ]
 //              slice 0 | slice 1                             | slice 2
-//                      head = 2, packs = 3, tail = 4, mask(0) = 0b1100
+//                      head = 2, packs = 3, last_end = 4, mask(0) = 0b1100
 
 template <typename T> constexpr int kValuesPer16Bytes = 16 / sizeof(T);
 template <int V> constexpr unsigned kWholePack = (1u << V) - 1;  // the mask of a pack without values of neighbours
@@ -128,9 +128,9 @@ template <int N> __device__ __forceinline__ void commit_and_wait() {
 // shared memory, so `load` and `store` move its values one by one.
 template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
     // base: the index of pack 0's first value, in the tensor or, if VIA_SHARED, in the block's copy. head: how many of
-    // pack 0's values lie before the slice. tail: how many of the last pack's values lie before the slice's end.
+    // pack 0's values lie before the slice. last_end: how many of the last pack's values lie before the slice's end.
     int64_t base = 0;
-    int head = 0, packs = 0, tail = V;
+    int head = 0, packs = 0, last_end = V;
 
     Span() = default;
     // The span of a slice; past the tensor's end it has no packs. An unsigned remainder by V, 2^k, is one instruction.
@@ -140,18 +140,18 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         if (RAGGED) head = int(uint64_t(begin) % V);
         base = begin - head;
         packs = int((head + params.n + V - 1) / V);
-        if (RAGGED) tail = int(uint64_t(head + params.n - 1) % V) + 1;
+        if (RAGGED) last_end = int(uint64_t(head + params.n - 1) % V) + 1;
     }
     // The span of a thread's part of a slice in shared memory: `values` values from params.from[j][begin] on.
     __device__ Span(int begin, int values) : base(begin), packs((values + V - 1) / V) {
-        if (RAGGED) tail = values - (packs - 1) * V;
+        if (RAGGED) last_end = values - (packs - 1) * V;
     }
     // Bit i of the mask says whether value i of pack p belongs to the slice.
     __device__ unsigned mask(int p) const {
         if (!RAGGED) return kWholePack<V>;
         const unsigned from_head = p == 0 ? kWholePack<V> << head : kWholePack<V>;
-        const unsigned to_tail = p == packs - 1 ? kWholePack<V> >> (V - tail) : kWholePack<V>;
-        return from_head & to_tail & kWholePack<V>;
+        const unsigned to_end = p == packs - 1 ? kWholePack<V> >> (V - last_end) : kWholePack<V>;
+        return from_head & to_end & kWholePack<V>;
     }
     // Loads pack p of input j (0: x, 1: g). If ASYNC, it only begins to copy the pack to shared memory.
     template <bool ASYNC> __device__ void load(const Params<T>& params, Pack<T, V>& to, int j, int p) const {
@@ -191,15 +191,15 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
 // x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. Sums in
 // float use shifts near the means. Then mean(d) is small, and subtracting mean(d)^2 loses little precision, even if x
-// is noise around 10000. The sums of large slices end in double, around the slice's first value.
+// is noise around 10000. Only a sample's sums and the double sums of large slices use the slice's first value.
 
 // Adds the values of `inputs`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
 // It first adds up the values of a pack of 16 bytes, and then adds that to `sum`. So fewer roundings follow each other.
 template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__ void add_to_sums(
     float* sum, const Inputs<T, V, INPUTS>& inputs, unsigned mask, const float (&shift)[INPUTS]) {
-    constexpr bool kWhole = V == kValuesPer16Bytes<T>;
+    constexpr bool kHas16Bytes = V == kValuesPer16Bytes<T>;
     float of_pack[2 * INPUTS] = {};
-    float* const accumulator = kWhole ? of_pack : sum;
+    float* const accumulator = kHas16Bytes ? of_pack : sum;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
         if (RAGGED && !(mask >> i & 1)) continue;
@@ -214,7 +214,7 @@ template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__
     }
 #pragma unroll
     for (int k = 0; k < 2 * INPUTS; ++k) {
-        if constexpr (kWhole) sum[k] += of_pack[k];
+        if constexpr (kHas16Bytes) sum[k] += of_pack[k];
     }
 }
 
@@ -223,27 +223,27 @@ template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__
 // nearly exact, so `offset` can correct for the residuals afterwards:
 //     y  = (x - mean[0]) * rstd + offset                                offset = -residual[0] * rstd
 //     dx = ((g - mean[1]) - (x - mean[0]) * slope + offset) * rstd      offset = residual[0] * slope - residual[1]
-// Here slope is rstd^2 * the covariance of x and g. The forward does not set it.
+// Here slope is rstd^2 * the covariance of x and g, mean(d * e) - mean(d) * mean(e). The forward does not set it.
 template <int INPUTS> struct Normalizer {
     float mean[INPUTS], rstd, slope, offset;
 
     // moments: the slice's sums of d, of d * d / n, and in the backward of e and of d * e / n. Real is float or double.
     template <typename Real> __device__ void set(
         const Real (&moments)[2 * INPUTS], const float (&shift)[INPUTS], Real inverse_n, float eps) {
-        Real shifted_mean[INPUTS];  // mean(d), mean(e)
+        Real mean_minus_shift[INPUTS];  // mean(d), mean(e)
         float residual[INPUTS];
 #pragma unroll
         for (int j = 0; j < INPUTS; ++j) {
-            shifted_mean[j] = moments[2 * j] * inverse_n;
-            mean[j] = float(shift[j] + shifted_mean[j]);
-            residual[j] = float(shifted_mean[j] - (Real(mean[j]) - shift[j]));
+            mean_minus_shift[j] = moments[2 * j] * inverse_n;
+            mean[j] = float(shift[j] + mean_minus_shift[j]);
+            residual[j] = float(mean_minus_shift[j] - (Real(mean[j]) - shift[j]));
         }
-        const float variance = float(moments[1] - shifted_mean[0] * shifted_mean[0]);
+        const float variance = float(moments[1] - mean_minus_shift[0] * mean_minus_shift[0]);
         rstd = rsqrtf((variance < 0 ? 0 : variance) + eps);  // not fmaxf, which would drop a NaN
         if constexpr (INPUTS == 1) {
             offset = -residual[0] * rstd;
         } else {
-            slope = rstd * rstd * float(moments[3] - shifted_mean[0] * shifted_mean[1]);
+            slope = rstd * rstd * float(moments[3] - mean_minus_shift[0] * mean_minus_shift[1]);
             offset = residual[0] * slope - residual[1];
         }
     }
@@ -274,12 +274,12 @@ template <int INPUTS> struct Normalizer {
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
 // from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
 // most (1 + n / k) * v. A thread has at most 16 packs, one of them in the sample, so n / k is at most 16 and the factor
-// at most 17. Neighbours' values in pack 0 count as copies of the slice's first value; this raises it to at most 23. So
+// at most 17. A neighbour's value in pack 0 counts as the slice's first value; the factor is then at most 23. So
 // subtracting mean(d)^2 loses less than 5 of a float's 24 bits. If all of x is equal, the shift is exact, and y is 0.
 //
 // In a slice of up to 240 values that is RAGGED in packs of 16 bytes, the first and the last pack are a large part, and
-// each may belong to two slices. So such slices go through shared memory: they are VIA_SHARED. A block's slices are one
-// run of memory. All threads copy it, 16 bytes at a time:
+// each may belong to several slices. So such slices go through shared memory: they are VIA_SHARED. A block's slices are
+// one run of memory. All threads copy it, 16 bytes at a time:
 //
 //      global memory    | slice 0 | slice 1 | slice 2 | ...
 //            |            copied by all threads together
@@ -288,9 +288,9 @@ template <int INPUTS> struct Normalizer {
 //      registers          group 0   group 1   group 2            that few of a group's lanes share a bank
 //
 // A thread's values there are a span of their own, RAGGED only at its end. The thread stores its outputs to shared
-// memory, where its values of x were. Then all threads copy the run to the output in global memory. If slices have up
-// to 4096 values of 16 bits, and 4 divides their number but 8 does not, packs have 8 bytes, and none has neighbours'
-// values. These slices are VIA_SHARED, too, if they have up to 240 values.
+// memory, where its values of x were. Then all threads copy the run to the output in global memory. In 16 bits, if n is
+// at most 4096 and a multiple of 4 but not of 8, packs have 8 bytes, and none has neighbours' values. These slices,
+// too, are VIA_SHARED if n is at most 240.
 
 constexpr int kMaxGroupThreads = 512;
 constexpr int kHeldBytes = 128;  // the most bytes that a thread holds, unless VIA_SHARED; in the backward half are g's
@@ -363,7 +363,7 @@ template <typename T, int V, int INPUTS, int SLICES, int PACKS, bool RAGGED, boo
 __global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * INPUTS * SLICES * PACKS> / MAX_THREADS)
     norm_in_registers(const Params<T> params, int log_group_threads) {
     constexpr int kSums = 2 * INPUTS;
-    constexpr int kSample = sizeof(T) == 4 ? PACKS : 1;  // the packs of a thread that are in the sample
+    constexpr int kSamplePacks = sizeof(T) == 4 ? PACKS : 1;  // the packs of a thread that are in the sample
     // A block has `groups` groups of `group_threads` threads. The thread is number `rank` of group `group`.
     const int group_threads = 1 << log_group_threads, rank = threadIdx.x & (group_threads - 1);
     const int groups = blockDim.x >> log_group_threads, group = threadIdx.x >> log_group_threads;
@@ -405,8 +405,8 @@ __global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * 
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
         if constexpr (VIA_SHARED) {
-            const int first = min(rank * values_per_thread, n);
-            span[s] = HeldSpan(group * n + first, group < block_params.slices ? min(n - first, values_per_thread) : 0);
+            const int start = min(rank * values_per_thread, n);
+            span[s] = HeldSpan(group * n + start, group < block_params.slices ? min(n - start, values_per_thread) : 0);
         } else {
             const int64_t slice = first_slice + s * groups + group;
             span[s] = HeldSpan(params, SLICES > 1 ? min(slice, params.slices - 1) : slice);
@@ -421,7 +421,7 @@ __global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * 
             shift[s][j] = VIA_SHARED || span[s].packs > 0 ? to_float(block_params.from[j][first_index]) : 0;
         }
     }
-    // Before outputs replace x: until here others may read the slice's first value, and up to V - 1 past their own.
+    // Wait before outputs replace x: other threads read the first value, and up to V - 1 values past their own.
     if constexpr (VIA_SHARED) __syncthreads();
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
@@ -429,15 +429,15 @@ __global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * 
         // before these are added up, because a total could overflow.
         float of_sample[kSums] = {};  // only the sums of d and e are used: the compiler drops the others
         for_each_pack(s, [&](int i, int p) {
-            if (i < kSample) add_to_sums<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
+            if (i < kSamplePacks) add_to_sums<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
         });
-        const float inverse_sample = __fdividef(1, float(min(int64_t(group_threads * kSample * V), params.n)));
-        float shifted_mean[INPUTS];
+        const float inverse_sample = __fdividef(1, float(min(int64_t(group_threads * kSamplePacks * V), params.n)));
+        float mean_minus_shift[INPUTS];
 #pragma unroll
-        for (int j = 0; j < INPUTS; ++j) shifted_mean[j] = of_sample[2 * j] * inverse_sample;
-        add_over_group(shifted_mean, group_threads);
+        for (int j = 0; j < INPUTS; ++j) mean_minus_shift[j] = of_sample[2 * j] * inverse_sample;
+        add_over_group(mean_minus_shift, group_threads);
 #pragma unroll
-        for (int j = 0; j < INPUTS; ++j) shift[s][j] += shifted_mean[j];
+        for (int j = 0; j < INPUTS; ++j) shift[s][j] += mean_minus_shift[j];
         make_opaque(held[s]);
 
         const float inverse_n = float(params.inverse_n);
@@ -481,9 +481,9 @@ __global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * 
 //   4. waits until the pack that it sums next is in shared memory; its copy began almost a round ago. After the
 //      thread's last pack, the next is its first pack of the arriving tile.
 // Meanwhile the reducer takes care of the tile that waits. It reads the workspace, where blocks publish sums, until it
-// has the sums of all tiles of that tile's slice. From them it computes a Normalizer, and stores it in shared memory.
-// With it the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps'
-// sums of the tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace.
+// has those of all tiles of the same slice. From them it computes a Normalizer, and stores it in shared memory. With it
+// the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps' sums of
+// the tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace.
 //
 // No flags or fences are needed. Without clusters no block can read another's shared memory, so sums go through global
 // memory. Before the cooperative launch the host sets all words of the workspace to kEmpty. A block stores a sum by one
@@ -509,9 +509,8 @@ __global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * 
 template <int INPUTS, int STAGES> constexpr int kThreadPacks = 24 / INPUTS / STAGES;
 // The most threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. Each of these has 32 * 384 bytes
 // of shared memory, so together they have 216 KiB. A block can have 227 KiB on 9.0 and 10.0. An H200 runs 132 blocks,
-// one on each SM, with 27.8 MiB in all. In the float32 forward they keep parts of four slices at a time, so one slice
-// may use a quarter of it. In 16 bits they keep parts of three, so one may use a third, or a sixth in the backward of
-// the largest slices, for g is kept, too.
+// one on each SM, with 27.8 MiB in all. This holds STAGES tiles a block, so a slice may use 1 / STAGES of it: a quarter
+// in the forward in float32, a third in 16 bits. The largest slices' backward has 3 stages and keeps g: a sixth.
 constexpr int kMaxTileThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
@@ -520,8 +519,8 @@ struct Tiling {
     int section_doubles;  // the length of a slice's section of the workspace, which begins on a 128-byte line
 };
 
-// A warp adds up in float, around a shift of its own: the median of three values of a pack, so that a single outlier is
-// not chosen, or one value of a pack that is not whole. Warps' shifts differ, so each warp then converts its sums, in
+// A warp adds up in float, around a shift of its own: the median of three values of a whole pack, so not a single
+// outlier, or one value of a pack that is not whole. Warps' shifts differ, so each warp then converts its sums, in
 // double, to sums around the slice's first value. These are added over all warps and tiles, always in the same order.
 // The first value is one of the slice's n values, so the sum of d * d around it is at most n times that around the
 // mean. So subtracting mean(d)^2 loses at most log2(n) of a double's 53 bits.
@@ -529,27 +528,27 @@ struct Tiling {
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 template <typename T, int INPUTS, bool RAGGED> struct WarpSums {
-    static constexpr int V = kValuesPer16Bytes<T>, kSums = 2 * INPUTS, kCount = kSums;
+    static constexpr int V = kValuesPer16Bytes<T>, kSums = 2 * INPUTS, kValuesAt = kSums;
     float shift[INPUTS];
-    float sum[kCount + 1] = {};  // d, d * d, e, d * e, and at kCount the number of values
+    float sum[kValuesAt + 1] = {};  // d, d * d, e, d * e, and at kValuesAt the number of values
 
     // inputs: the lane's first pack of the tile. mask: which of its values belong to the slice; 0 if it has no pack.
     __device__ void choose_shift(const Inputs<T, V, INPUTS>& inputs, unsigned mask) {
-        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may hold the slice's first pack, whose value 0 may be
-        // a neighbour's and whose only own value may be an outlier. In that case lane 1 has a pack: a slice's first
-        // tile has at least 32. In all other packs value 0 belongs to the slice.
-        const int lane = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
+        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may hold the slice's first pack. There value 0 may be
+        // a neighbour's, and the only own value an outlier. Then lane 1 has a pack: a slice's first tile has at least
+        // 32. In all other packs value 0 belongs to the slice.
+        const int chooser = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int j = 0; j < INPUTS; ++j) {
             const auto value = [&](int i) { return value_of(inputs.pack[j], i); };
             float own = mask == 0 ? 0 : value(0);
             if (mask == kWholePack<V>) own = median(value(0), value(V / 2), value(V - 1));
-            shift[j] = __shfl_sync(~0u, own, lane);
+            shift[j] = __shfl_sync(~0u, own, chooser);
         }
     }
     __device__ void add(const Inputs<T, V, INPUTS>& inputs, unsigned mask) {
         add_to_sums<RAGGED>(sum, inputs, mask, shift);
-        sum[kCount] += __popc(mask);
+        sum[kValuesAt] += __popc(mask);
     }
     // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them.
     // x_apart and g_apart are the shifts minus these first values:
@@ -559,7 +558,7 @@ template <typename T, int INPUTS, bool RAGGED> struct WarpSums {
         add_over_lanes(sum, 32);
         if (threadIdx.x % 32 != 0) return;
         const double x_apart = double(shift[0]) - to_float(first_value[0]);
-        const double values = sum[kCount];
+        const double values = sum[kValuesAt];
         to[0] = sum[0] + values * x_apart;
         to[1] = sum[1] + x_apart * (2.0 * sum[0] + values * x_apart);
         if constexpr (INPUTS == 2) {
@@ -623,10 +622,10 @@ template <typename T, int INPUTS, bool RAGGED, int PACKS> struct Tile {
     }
 };
 
-// write: whether the output is written. It is false only in the first of two launches.
+// writes_output: false only in the first of two launches.
 template <typename T, int INPUTS, bool RAGGED, int STAGES>
 __global__ void __launch_bounds__(kMaxTileThreads, 1)
-    norm_in_many_blocks(const Params<T> params, const Tiling tiling, const bool write) {
+    norm_in_many_blocks(const Params<T> params, const Tiling tiling, const bool writes_output) {
     constexpr int V = kValuesPer16Bytes<T>, kSums = 2 * INPUTS, PACKS = kThreadPacks<INPUTS, STAGES>;
     // [warp][stage][pack][input][lane]. Each thread reads only what it copied itself, so it need not wait for other
     // threads. Aligned to only 16 bytes, `stages` would make the forward take 1.15 times as long (H200, 1 MiB in
@@ -651,8 +650,8 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
 
     Tile<T, INPUTS, RAGGED, PACKS> tiles[STAGES + 1];  // the tile that arrives, ..., the tile that is written
     const auto &arriving = tiles[0], &summed = tiles[1], &waiting = tiles[STAGES - 1], &written = tiles[STAGES];
-    Normalizer<INPUTS> known_normalizer;  // the reducer's, of slice `known`
-    int known = -1;
+    Normalizer<INPUTS> known_normalizer;  // the reducer's, of slice `known_slice`
+    int known_slice = -1;
     // A round for each of the block's tiles, and STAGES more, until the last tile is written.
     const int rounds =
         (int(params.slices) * tiling.tiles_per_slice - 1 - int(blockIdx.x)) / int(gridDim.x) + 1 + STAGES;
@@ -674,20 +673,20 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
                 if (i == 0) sums.choose_shift(inputs, mask);
                 if (mask != 0) sums.add(inputs, mask);
                 const int written_pack = written.first_pack + i * 32;
-                if (write && written_pack < written.end_pack) {
+                if (writes_output && written_pack < written.end_pack) {
                     written.span.store(params, normalizer(read(slot + at)), written_pack);
                 }
-                const int pack = arriving.first_pack + i * 32;
+                const int p = arriving.first_pack + i * 32;
 #pragma unroll
                 for (int j = 0; j < INPUTS; ++j) {
-                    if (pack < arriving.end_pack) arriving.span.template load<true>(params, slot[at + j * 32], j, pack);
+                    if (p < arriving.end_pack) arriving.span.template load<true>(params, slot[at + j * 32], j, p);
                 }
                 commit_and_wait<PACKS - 1>();
             }
             sums.store(of_warp[round % 2][warp], summed.first_value);
-        } else if (write && waiting.slice >= 0) {
+        } else if (writes_output && waiting.slice >= 0) {
             // In the second of two launches a block may have several tiles of a slice, which need the same Normalizer.
-            if (waiting.slice != known) {
+            if (waiting.slice != known_slice) {
                 double total = add_published<kSums>(section_of(waiting.slice), tiling.tiles_per_slice);
                 if (lane % 2 == 1) total *= params.inverse_n;  // of d * d and d * e
                 double sum[kSums];
@@ -697,7 +696,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
 #pragma unroll
                 for (int k = 0; k < kSums; ++k) sum[k] = __shfl_sync(~0u, total, k);
                 known_normalizer.set(sum, shift, params.inverse_n, params.eps);
-                known = waiting.slice;
+                known_slice = waiting.slice;
             }
             if (lane == 0) normalizers[round % 2] = known_normalizer;
         }
@@ -718,8 +717,8 @@ static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The most packs that a slice of n values can touch.
 template <int V, bool RAGGED> static int64_t max_packs(int64_t n) { return (n + (RAGGED ? 2 * V - 2 : 0)) / V; }
 
-// A group has as few threads as can hold a slice. `room` is what a thread may be given: packs or, if VIA_SHARED,
-// values. A VIA_SHARED share is an odd number of packs (if RAGGED, of values). What fits is even, so one stays unused.
+// A group has as few threads as can hold a slice. `room`: how many packs a thread may get. If VIA_SHARED it counts
+// values: an odd number of packs (if RAGGED, of values), so one less than the even number that fits.
 template <typename T, int V, int INPUTS, int SLICES, int PACKS, bool RAGGED, bool VIA_SHARED>
 static cudaError_t launch_in_registers(const Params<T>& params) {
     const int64_t room = VIA_SHARED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
@@ -750,8 +749,8 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, block_threads, shared_bytes);
     const int64_t resident_blocks = int64_t(blocks_per_sm) * sms;
-    // A slice gets the fewest tiles that hold it. If resident blocks would have no tile, it gets more, but every tile
-    // but the last still fills at least one warp. The number of a tile's packs is a multiple of 32.
+    // A slice gets the fewest tiles that hold it. If that leaves resident blocks idle, it gets more, but each tile
+    // before the last still fills at least one warp. packs_per_tile is a multiple of 32.
     const int64_t fewest_tiles = divide_up(packs, worker_warps * kWarpPacks), most_tiles = divide_up(packs, kWarpPacks);
     const int64_t wanted_tiles = std::max(fewest_tiles, std::min(most_tiles, resident_blocks / params.slices));
     const int64_t packs_per_tile = divide_up(divide_up(packs, wanted_tiles), 32) * 32;
@@ -761,8 +760,8 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
     const size_t workspace_bytes = params.slices * section_doubles * sizeof(double);
     params.workspace = static_cast<double*>(params.allocate(params.owner, workspace_bytes));
     const unsigned grid = unsigned(std::min(params.slices * tiles_per_slice, resident_blocks));
-    bool write = true;
-    void* args[] = {&params, &tiling, &write};
+    bool writes_output = true;
+    void* args[] = {&params, &tiling, &writes_output};
     if (tiles_per_slice <= resident_blocks) {
         if (const cudaError_t error = cudaMemsetAsync(params.workspace, 0xff, workspace_bytes, params.stream))
             return error;  // without an error each word will be kEmpty when the kernel begins
@@ -772,17 +771,17 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
         // Clear its error, whatever it is, and launch twice instead, so that no block waits.
         cudaGetLastError();
     }
-    write = false;
+    writes_output = false;
     if (const cudaError_t error = cudaLaunchKernel(kernel, grid, block_threads, args, shared_bytes, params.stream))
         return error;
-    write = true;
+    writes_output = true;
     return cudaLaunchKernel(kernel, grid, block_threads, args, shared_bytes, params.stream);
 }
 
 template <typename T, int INPUTS, bool RAGGED> static cudaError_t launch(const Params<T>& params) {
-    constexpr int V = kValuesPer16Bytes<T>, kMaxPacks = kHeldBytes / 16 / INPUTS;  // kMaxPacks: a thread's, of an input
+    constexpr int V = kValuesPer16Bytes<T>, kHeldPacks = kHeldBytes / 16 / INPUTS;  // kHeldPacks: per thread and input
     const int64_t n = params.n, packs = max_packs<V, RAGGED>(n);
-    if (packs > kMaxGroupThreads * kMaxPacks) {
+    if (packs > kMaxGroupThreads * kHeldPacks) {
         // In float32 four stages are faster than three (H200, slices of 1 MiB: 0.98 of the time, backward 0.93). In 16
         // bits three are faster than four (0.95, backward 0.88), since the workers have more to do for each byte. But
         // with four stages the largest slice is smaller. So the float32 backward has four only for slices that are not
@@ -807,10 +806,10 @@ template <typename T, int INPUTS, bool RAGGED> static cudaError_t launch(const P
                 return launch_in_registers<T, 4, INPUTS, 1, 8, false, false>(params);  // 18 x 18
             }
         }
-        if (n < kMaxPacks * V) return launch_in_registers<T, V, INPUTS, 1, kMaxPacks, true, true>(params);  // 7 x 7
+        if (n < kHeldPacks * V) return launch_in_registers<T, V, INPUTS, 1, kHeldPacks, true, true>(params);  // 7 x 7
         if (via_shared) return launch_in_registers<T, V, INPUTS, 1, 8, true, true>(params);  // 15 x 15
     }
-    return launch_in_registers<T, V, INPUTS, 1, kMaxPacks, RAGGED, false>(params);  // 17 x 17, 128 x 128
+    return launch_in_registers<T, V, INPUTS, 1, kHeldPacks, RAGGED, false>(params);  // 17 x 17, 128 x 128
 }
 
 // dtype: 0 float32, 1 float16, 2 bfloat16. It writes the output to `out` or, if grad is not null, the gradient of x. If
@@ -888,8 +887,8 @@ void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, 
             }
             if (slice > 0) write(y + (slice - 1) * n + at, next - n + at, end - at, mean, rstd, offset, bypass);
         }
-        const double shifted_mean = sum / n, exact_mean = first_value + shifted_mean;
-        const double variance = (sum_squares - sum * shifted_mean) / n;
+        const double mean_minus_shift = sum / n, exact_mean = first_value + mean_minus_shift;
+        const double variance = (sum_squares - sum * mean_minus_shift) / n;
         const double exact_rstd = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);  // std::max would drop a NaN
         mean = float(exact_mean);
         rstd = float(exact_rstd);

@@ -75,9 +75,9 @@ CUDA_SOURCE = r"""
 //
 // lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, splitting and dropping change C's
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
-// different signs. SGEMM, cuBLAS's float32 product, rounds its sum after each of K additions, by up to 2^-24 of it: by
-// up to K 2^-24 S in all, at least 16 times 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs in `_BY_PIECES`
-// tensor cores multiply fp16 7 or 16 times as fast as SGEMM multiplies float32.
+// different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
+// sum after each of K additions, by up to 2^-24 of it: by up to K 2^-24 S in all, at least 16 times 2^-21 S, since K is
+// 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as fast as SGEMM float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by the inverses of both rows' scales, `unscale`.
@@ -110,8 +110,8 @@ CUDA_SOURCE = r"""
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
 //     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
-//     are then 0 or not finite, and are never computed again, even if the other row's doubt is +infinity: the two add
-//     up to NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
+//     are then 0 or not finite. They are never computed again: with the other row's +infinity, the doubts add up to
+//     NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -121,7 +121,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits loses more, so smaller doubts would do: see Range in hopper/.)
+// 11 bits loses more, so smaller doubts would do: see Range in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -186,7 +186,7 @@ static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
-// inverse are normal numbers; a `largest` below 2^-112 then stays below 2^14.
+// inverse are normal numbers. So a `largest` below 2^-112 only gets below 2^14.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -202,7 +202,7 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
 // splits the row, and stores its pieces, unscale[r] and doubt[r]. Between the two steps each of its at most 256 threads
 // keeps 32 values in registers. A row of more than 8192 values does not fit, and what is beyond these is read twice.
 // (If all values were read twice, the forward would take 2% to 7% longer on an H200.)
-constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
+constexpr int kHeldPairs = 16;  // pairs of neighbouring values that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
     const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
@@ -217,13 +217,13 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
         return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
     };
-    float2 held[kPairs];
+    float2 held[kHeldPairs];
 #pragma unroll
-    for (int p = 0; p < kPairs; ++p) held[p] = load_pair(first_value + p * step);
+    for (int p = 0; p < kHeldPairs; ++p) held[p] = load_pair(first_value + p * step);
     const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
 #pragma unroll
-        for (int p = 0; p < kPairs; ++p) use(first_value + p * step, held[p]);
-        for (int i = first_value + kPairs * step; i < padded_k; i += step) use(i, load_pair(i));
+        for (int p = 0; p < kHeldPairs; ++p) use(first_value + p * step, held[p]);
+        for (int i = first_value + kHeldPairs * step; i < padded_k; i += step) use(i, load_pair(i));
     };
     if (threadIdx.x == 0) largest_bits = coarse_count = 0;
     __syncthreads();
@@ -286,13 +286,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 
 // Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
 struct Operand {
-    const __half* values;
+    const __half* halves;
     int rows;
     int64_t stride;
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
-// to the stage. Past the last line of K, start copies nothing. So from_a and from_b may end up past the end, unread.
+// to the stage. Past the last line of K, start copies nothing, but moves from_a and from_b past the end, unread.
 template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kMultiplyThreads / 8;
     const Operand &a, &b;
@@ -304,8 +304,8 @@ template <bool MN_MAJOR> struct Copies {
         : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
         to = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
-        from_a = a.values + (first_row + stage_row) * a.stride + chunk * 8;
-        from_b = b.values +
+        from_a = a.halves + (first_row + stage_row) * a.stride + chunk * 8;
+        from_b = b.halves +
             (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
     }
     __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
@@ -316,10 +316,10 @@ template <bool MN_MAJOR> struct Copies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
-            const int line_i = i / kLineK, row_i = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
-            const __half* const source = from_b + (MN_MAJOR ? row_i * b.stride + line_i * kLineHalves : i * b.stride);
-            const bool mn_row_exists = line * kLineK + stage_row + row_i < b.rows;
-            const bool mn_exists = mn_row_exists && (first_column + line_i * kLineK) * 2 < b.stride;
+            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
+            const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
+            const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
+            const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
             const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
             copy_async(stage_to + (kTileRows + i) * kLineBytes, source, exists);
         }
@@ -336,10 +336,10 @@ template <bool MN_MAJOR> struct Copies {
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
 // Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
-// B (a column of C). MN-major, a row of the stage holds 32 columns of one k, so a quarter is 16 rows. The warp's 64
-// columns are two lines; to[i] is 16 columns: half i % 2 of line i / 2, from its hi or its lo. A lane starts
-// at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as (c
-// ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows, and a warp's
+// 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane starts at chunk
+// c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as
+// (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -359,7 +359,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 }
 // A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `run_lines` lines,
 // from `line` on, are multiplied by unscale[line / kScaleLines * unscale_stride + A's row] and added to the sums. (With
 // unscale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
 // gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, values) once,
@@ -367,7 +367,7 @@ __device__ __forceinline__ int column_of(int column, int j) { return column + j 
 // lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
-        int unscale_stride, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
+        int unscale_stride, int n, int lines, int run_lines, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
@@ -385,7 +385,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // MN-major, adding warp_column to rows of the stage is right, too: 64 columns are two lines, of 32 rows each.
+    // warp_column is right as a number of stage rows MN-major, too: 64 columns are two lines, of 32 rows each.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -408,7 +408,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
             const int row = min(first_row + warp_row + i * 8 + lane / 4, a.rows - 1);
             unscales[i] = unscale[int64_t(line / kScaleLines) * unscale_stride + row];
         }
-        const int end = min(line + interval, lines);
+        const int end = min(line + run_lines, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
         // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
@@ -530,15 +530,15 @@ template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Opera
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // See Restarts. The interval divides kScaleLines, as the scale may change after these.
-    const int lines = int(stride_of(k, 2) / kLineHalves), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, interval, epilogue);
+    // See Restarts. run_lines divides kScaleLines, as the scale may change after these.
+    const int lines = int(stride_of(k, 2) / kLineHalves), run_lines = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, run_lines, epilogue);
 }
-// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets each row's `unscale`, then each row's `doubt`.
+// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets all rows' `unscale`, then all rows' `doubt`.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
     __half* pieces, float* unscale_doubt, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that hold a row in registers, or 256
-    while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
+    while (threads < 256 && 2 * kHeldPairs * threads < k) threads *= 2;
     split_rows<PIECES>
         <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, unscale_doubt, unscale_doubt + rows);
 }
@@ -587,7 +587,7 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
     __syncthreads();
     // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
     const int row_stride = wgrad ? 1 : kSharedStride, k_stride = wgrad ? kSharedStride : 1;
-    const int rows = wgrad ? n : m, terms = wgrad ? m : n, half_lane = threadIdx.x % 16;
+    const int rows = wgrad ? n : m, terms = wgrad ? m : n, row_lane = threadIdx.x % 16;
     const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
     const int64_t stride = stride_of(terms, 2);
     for (int i = threadIdx.x / 16; i < kSide; i += kSplitGradientThreads / 16) {
@@ -595,7 +595,7 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
         float values[kSide / 16], largest = 0;
 #pragma unroll
         for (int j = 0; j < kSide / 16; ++j) {
-            const int own_k = j / 2 * 32 + half_lane * 2 + j % 2;
+            const int own_k = j / 2 * 32 + row_lane * 2 + j % 2;
             const float factor = first_k + own_k < terms ? unscale_b[first_k + own_k] : 0;
             values[j] = square[i * row_stride + own_k * k_stride] * factor;
             largest = fmaxf(largest, finite_magnitude(values[j]));
@@ -605,10 +605,10 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
         if (row >= rows) continue;
 #pragma unroll
         for (int j = 0; j < kSide / 16; j += 2) {
-            const int k = first_k + j / 2 * 32 + half_lane * 2;
+            const int k = first_k + j / 2 * 32 + row_lane * 2;
             if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
         }
-        if (half_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (row_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue of the gradients: stores C as it is
@@ -649,7 +649,7 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 //     held by thread        0   1  ...  P - 1    0   1      ...  P - 1     ...    none: read again from memory or L2
 //
 // A row's group is the smallest of 8, 16, ..., 256 threads that holds it, or else 256.
-constexpr int kRowThreads = 256;
+constexpr int kBlockThreads = 256;
 // Values of each tensor that a thread keeps in registers. (With none kept, it takes 1.005 to 1.19 times as long, H200.)
 constexpr int kThreadValues = 32;
 
@@ -657,7 +657,7 @@ constexpr int kThreadValues = 32;
 // block must call it. Shuffles add within a warp. Then lane 0 of each warp puts its COUNT sums in shared memory, and
 // every warp of the group adds up these.
 template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT], int group_threads) {
-    __shared__ float warp_sums[COUNT][kRowThreads / 32];
+    __shared__ float warp_sums[COUNT][kBlockThreads / 32];
 #pragma unroll
     for (int c = 0; c < COUNT; ++c) v[c] = reduce(v[c], min(group_threads, 32), Sum());
     if (group_threads <= 32) return;
@@ -682,7 +682,7 @@ template <class Sixteen> __device__ __forceinline__ void optimization_barrier(Si
 }
 // A thread's part of one row of several (m, n) tensors. `rank` is the thread's number in its group, from 0 on. The
 // threads of rows from m on have no packs.
-template <typename T, int TENSORS> struct HeldRows {
+template <typename T, int TENSORS> struct HeldRow {
     static constexpr int V = 16 / sizeof(T), kHeldPacks = kThreadValues / V;
     using RowPack = Pack<T, V>;
     int64_t row;
@@ -690,8 +690,8 @@ template <typename T, int TENSORS> struct HeldRows {
     const RowPack* from[TENSORS];
     RowPack held[TENSORS][kHeldPacks];
 
-    __device__ __forceinline__ HeldRows(const T* const (&tensors)[TENSORS], int64_t m, int n, int group_threads)
-        : row(int64_t(blockIdx.x) * (kRowThreads / group_threads) + threadIdx.x / group_threads),
+    __device__ __forceinline__ HeldRow(const T* const (&tensors)[TENSORS], int64_t m, int n, int group_threads)
+        : row(int64_t(blockIdx.x) * (kBlockThreads / group_threads) + threadIdx.x / group_threads),
           n(n),
           group_threads(group_threads),
           rank(threadIdx.x % group_threads),
@@ -750,15 +750,15 @@ struct RowStatistics {
 };
 // The statistics of the first tensor's row. Deviations and their squares are summed within a pack first, then added to
 // the thread's sums: so a sum is rounded fewer times.
-template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(const Rows& rows, float eps) {
-    const float share = 1.0f / rows.n;  // multiplies each term of the mean: the plain sum could overflow
+template <class Row> __device__ __forceinline__ RowStatistics row_statistics(const Row& row, float eps) {
+    const float share = 1.0f / row.n;  // multiplies each term of the mean: the plain sum could overflow
     float mean[1] = {};
-    rows.for_each_pack([&](const auto& pack, int) {
+    row.for_each_pack([&](const auto& pack, int) {
         for (const auto v : pack[0].value) mean[0] = fmaf(to_float(v), share, mean[0]);
     });
-    sum_group(mean, rows.group_threads);
+    sum_group(mean, row.group_threads);
     float sums[2] = {};  // of deviations, of their squares
-    rows.for_each_pack([&](const auto& pack, int) {
+    row.for_each_pack([&](const auto& pack, int) {
         float deviations = 0, squares = 0;
         for (const auto v : pack[0].value) {
             const float deviation = to_float(v) - mean[0];
@@ -768,7 +768,7 @@ template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(co
         sums[0] += deviations;
         sums[1] += squares;
     });
-    sum_group(sums, rows.group_threads);
+    sum_group(sums, row.group_threads);
     const float squares = sums[1] * share;
     // If squares is infinite, rstd is to be 0. An infinite mean_lo would make a NaN of the difference, inf - inf.
     const float mean_lo = isinf(squares) ? 0 : sums[0] * share;
@@ -778,11 +778,11 @@ template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(co
 }
 
 // A group of threads owns a row.
-template <typename T> __global__ void __launch_bounds__(kRowThreads)
+template <typename T> __global__ void __launch_bounds__(kBlockThreads)
     finish_rows(const T* h, const T* y, T* out, int64_t m, int n, float eps, int group_threads) {
-    const HeldRows<T, 2> rows({h, y}, m, n, group_threads);
-    const RowStatistics statistics = row_statistics(rows, eps);
-    rows.store(out, [&](const float (&v)[2]) { return (statistics.normalise(v[0]) + v[1]) * v[1]; });
+    const HeldRow<T, 2> row({h, y}, m, n, group_threads);
+    const RowStatistics statistics = row_statistics(row, eps);
+    row.store(out, [&](const float (&v)[2]) { return (statistics.normalise(v[0]) + v[1]) * v[1]; });
 }
 
 // With z as above and d = grad * y, which is z's gradient:
@@ -790,12 +790,12 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 // A group of threads owns a row. Tensor cores truncate, so |h| is a little too small, and the statistics' rstd too
 // large, by the fraction `truncation` (see _truncation_of in Python). G, written to g, is computed from an rstd without
 // this error. grad_y is null if it is not wanted.
-template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
+template <typename T> __global__ void __launch_bounds__(kBlockThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* g, T* grad_y, int64_t m, int n, float eps, float truncation, int group_threads) {
-    const HeldRows<T, 3> rows({h, y, grad}, m, n, group_threads);
-    const RowStatistics statistics = row_statistics(rows, eps);
+    const HeldRow<T, 3> row({h, y, grad}, m, n, group_threads);
+    const RowStatistics statistics = row_statistics(row, eps);
     float sums[2] = {};  // of d, of d z
-    rows.store(grad_y, [&](const float (&v)[3]) {
+    row.store(grad_y, [&](const float (&v)[3]) {
         const float z = statistics.normalise(v[0]), d = v[2] * v[1];
         sums[0] += d;
         sums[1] = fmaf(d, z, sums[1]);
@@ -804,7 +804,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradien
     sum_group(sums, group_threads);
     const float mean_d = sums[0] / n, mean_dz = sums[1] / n;
     const float rstd = fmaf(statistics.rstd, -truncation, statistics.rstd);
-    rows.store(g, [&](const float (&v)[3]) {
+    row.store(g, [&](const float (&v)[3]) {
         const float z = statistics.normalise(v[0]), d = v[2] * v[1];
         return rstd * (d - mean_d - z * mean_dz);
     });
@@ -813,7 +813,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradien
 // The number of threads in the smallest group that holds a row, else 256, which read the rest of it again.
 static int group_threads_for(int64_t n) {
     int group_threads = 8;
-    while (group_threads < kRowThreads && group_threads * kThreadValues < n) group_threads *= 2;
+    while (group_threads < kBlockThreads && group_threads * kThreadValues < n) group_threads *= 2;
     return group_threads;
 }
 // All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
@@ -823,7 +823,7 @@ extern "C" int launch_finish_rows(
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
         const int group_threads = group_threads_for(n);
-        finish_rows<<<unsigned(divide_up(m * group_threads, kRowThreads)), kRowThreads, 0, stream>>>(
+        finish_rows<<<unsigned(divide_up(m * group_threads, kBlockThreads)), kBlockThreads, 0, stream>>>(
             as(h), as(y), static_cast<T*>(out), m, int(n), eps, group_threads);
     });
 }
@@ -833,7 +833,7 @@ extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, con
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
         const int group_threads = group_threads_for(n);
-        row_gradients<<<unsigned(divide_up(m * group_threads, kRowThreads)), kRowThreads, 0, stream>>>(as(h), as(y),
+        row_gradients<<<unsigned(divide_up(m * group_threads, kBlockThreads)), kBlockThreads, 0, stream>>>(as(h), as(y),
             as(grad), static_cast<T*>(g), static_cast<T*>(grad_y), m, int(n), eps, truncation, group_threads);
     });
 }
@@ -918,7 +918,7 @@ at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& other, b
 #endif
 
 // h = x weight^T + bias: x (m, k), weight (n, k), bias (n), in float32.
-at::Tensor forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == n, "bias (n)");
@@ -943,11 +943,11 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_meta(
 
 // The network's output from h on a CPU. Statistics are added up in double.
 at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
-    const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    const at::Tensor h32 = single(h), y32 = single(y), out = at::empty_like(h32);
+    const auto as_f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
+    const at::Tensor h32 = as_f32(h), y32 = as_f32(y), out = at::empty_like(h32);
     const int64_t n = h.size(1);
-    // A thread takes some 16384 features or more, so that a small h stays with one thread. That is half of ATen's
-    // usual 32768, as a feature takes more work.
+    // The grain is some 16384 features, so that a small h stays with one thread. That is half of ATen's usual 32768,
+    // as a feature takes more work.
     at::parallel_for(0, n > 0 ? h.size(0) : 0, std::max<int64_t>(1, 16384 / (n + 1)), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
             const float* h_row = h32.const_data_ptr<float>() + row * n;
@@ -976,9 +976,9 @@ extern "C" int launch_finish_rows(
 extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* g, void* grad_y,
     int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream);
 
-at::Tensor forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor h = forward_meta(x, weight, bias);
+    const at::Tensor h = linear_meta(x, weight, bias);
     const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight), aligned_bias = aligned(bias);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
@@ -1022,14 +1022,14 @@ TORCH_LIBRARY(NAMESPACE, m) {
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("finish", finish_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
-    m.impl("forward", forward_meta);
+    m.impl("forward", linear_meta);
     m.impl("gradient_product", gradient_product_meta);
     m.impl("finish", finish_meta);
     m.impl("finish_backward", finish_backward_meta);
 }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
-    m.impl("forward", forward_cuda);
+    m.impl("forward", linear_cuda);
     m.impl("gradient_product", gradient_product_cuda);
     m.impl("finish", finish_cuda);
     m.impl("finish_backward", finish_backward_cuda);
@@ -1291,8 +1291,8 @@ def _finish(
 ) -> torch.Tensor:
     """What follows the linear layer. `upcast`: h and y are float32 and of 16 bits in the Model.
 
-    Then PyTorch's norm gets h without each row's first value. The mean of equal float32 values may be a rounding off
-    them, and where they are large, rstd times that is far from 0. Of 16-bit values PyTorch has the exact mean.
+    Then PyTorch's norm gets h without each row's first value. The mean of equal float32 values may differ from
+    them by a rounding error; if they are large, rstd makes it large. Of 16-bit values PyTorch has the exact mean.
     """
     if isinstance(h, torch.Tensor) and _fits(norm, h, y):
         if not _is_recorded(h, y):

@@ -8,31 +8,31 @@
 The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
 feature, and there are at most `_MOST` features; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32,
 64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast or transforms. Everything else, and whatever
-needs gradients on a CPU, takes the plain path: the Model's own lines (on a CPU perhaps in float32: `_is_upcast`).
+needs gradients on a CPU, takes the plain path: the Model's own lines (on a CPU perhaps in float32: `_is_upcast`). With
+hooks on the linear layer alone, what follows it is still fused if nothing needs gradients.
 
 On a GPU the product x W^T is done in one of three ways:
-  - nn.Linear (cuBLAS) does all 16-bit products, and the float32 ones that are too small or have sides above `_MOST`
-    (`_is_large`), gain nothing from the other ways (`_pays`) or are not followed by what fits (`_fits`). With grad mode
-    off it is launched before Python checks whether the rest fits, so that the GPU starts early.
+  - nn.Linear (cuBLAS) does all 16-bit products, and a float32 one if it is too small or has a side above `_MOST`
+    (`_is_large`), if no other way is faster (`_pays`) or if what follows does not fit (`_fits`). With grad mode off it
+    is launched before Python checks whether the rest fits, so that the GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
     products in place of the float32 one. The result is at least as accurate as cuBLAS's.
-  - Where TF32 is allowed, groups have 64 features and it pays (`_pays`), each number is rounded to fp16, which has
-    TF32's 11 bits, and cuBLAS multiplies these, at twice the rate of TF32.
+  - Where TF32 is allowed, groups have 64 features, it pays and no program is exported (`_pays`), each number is rounded
+    to fp16, which has TF32's 11 bits, and cuBLAS multiplies these, at twice the rate of TF32.
 If groups have 64 features, the second way's kernel does all that follows the product in its epilogue. After the third
 way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `finish_groups` turns h into the output.
 
-In the backward `group_gradients` computes G, the gradient of h, and `add_partials` adds up the gradients of the two
-biases, gamma and beta. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product was and they are
-large, else by cuBLAS.
+In the backward `group_gradients` finds G, the gradient of h, and `add_partials` adds up the gradients of both biases,
+gamma and beta. Then dX = G W and dW = G^T x: large ones as three fp16 products if the forward's was, else by cuBLAS.
 
-On a CPU, threads finish the groups of PyTorch's product; float32 groups of 16 only if h is small or large (`_fits`).
-16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" first, "The product" last.
+On a CPU, threads finish the groups of PyTorch's product; of float32 inputs, groups of 16 only if h is small or large
+(`_fits`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" first.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.24 ms, 3.67x
 eager, with backward 7.68 ms, 3.01x; TF32 allowed (`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57
-ms, 4.9x. GPUs not in `_BY_PIECES`, such as compute capability 8.6, get cuBLAS's float32 product. An H200 made to do so
-was 1.43 times as fast as eager.
+ms, 4.9x. Without TF32, GPUs not in `_BY_PIECES`, such as compute capability 8.6, get cuBLAS's float32 product. An H200
+made to do so was 1.43 times as fast as eager.
 """
 
 import contextlib
@@ -81,9 +81,9 @@ CUDA_SOURCE = r"""
 //
 // lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, splitting and dropping change C's
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
-// different signs. SGEMM, cuBLAS's float32 product, rounds its sum after each of K additions, by up to 2^-24 of it: by
-// up to K 2^-24 S in all, at least 16 times 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs in `_BY_PIECES`
-// tensor cores multiply fp16 7 or 16 times as fast as SGEMM multiplies float32.
+// different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
+// sum after each of K additions, by up to 2^-24 of it: by up to K 2^-24 S in all, at least 16 times 2^-21 S, since K is
+// 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as fast as SGEMM float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by the inverses of both rows' scales, `unscale`.
@@ -116,8 +116,8 @@ CUDA_SOURCE = r"""
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
 //     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
-//     are then 0 or not finite, and are never computed again, even if the other row's doubt is +infinity: the two add
-//     up to NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
+//     are then 0 or not finite. They are never computed again: with the other row's +infinity, the doubts add up to
+//     NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -127,7 +127,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits loses more, so smaller doubts would do: see Range in hopper/.)
+// 11 bits loses more, so smaller doubts would do: see Range in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -192,7 +192,7 @@ static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
-// inverse are normal numbers; a `largest` below 2^-112 then stays below 2^14.
+// inverse are normal numbers. So a `largest` below 2^-112 only gets below 2^14.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -208,7 +208,7 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
 // splits the row, and stores its pieces, unscale[r] and doubt[r]. Between the two steps each of its at most 256 threads
 // keeps 32 values in registers. A row of more than 8192 values does not fit, and what is beyond these is read twice.
 // (If all values were read twice, the forward would take 2% to 7% longer on an H200.)
-constexpr int kPairs = 16;  // pairs of neighbouring values that a thread keeps
+constexpr int kHeldPairs = 16;  // pairs of neighbouring values that a thread keeps
 template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
     const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
@@ -223,13 +223,13 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
         if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
         return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
     };
-    float2 held[kPairs];
+    float2 held[kHeldPairs];
 #pragma unroll
-    for (int p = 0; p < kPairs; ++p) held[p] = load_pair(first_value + p * step);
+    for (int p = 0; p < kHeldPairs; ++p) held[p] = load_pair(first_value + p * step);
     const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
 #pragma unroll
-        for (int p = 0; p < kPairs; ++p) use(first_value + p * step, held[p]);
-        for (int i = first_value + kPairs * step; i < padded_k; i += step) use(i, load_pair(i));
+        for (int p = 0; p < kHeldPairs; ++p) use(first_value + p * step, held[p]);
+        for (int i = first_value + kHeldPairs * step; i < padded_k; i += step) use(i, load_pair(i));
     };
     if (threadIdx.x == 0) largest_bits = coarse_count = 0;
     __syncthreads();
@@ -292,13 +292,13 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 
 // Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
 struct Operand {
-    const __half* values;
+    const __half* halves;
     int rows;
     int64_t stride;
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
-// to the stage. Past the last line of K, start copies nothing. So from_a and from_b may end up past the end, unread.
+// to the stage. Past the last line of K, start copies nothing, but moves from_a and from_b past the end, unread.
 template <bool MN_MAJOR> struct Copies {
     static constexpr int kStep = kMultiplyThreads / 8;
     const Operand &a, &b;
@@ -310,8 +310,8 @@ template <bool MN_MAJOR> struct Copies {
         : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
         to = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
-        from_a = a.values + (first_row + stage_row) * a.stride + chunk * 8;
-        from_b = b.values +
+        from_a = a.halves + (first_row + stage_row) * a.stride + chunk * 8;
+        from_b = b.halves +
             (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
     }
     __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
@@ -322,10 +322,10 @@ template <bool MN_MAJOR> struct Copies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
-            const int line_i = i / kLineK, row_i = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
-            const __half* const source = from_b + (MN_MAJOR ? row_i * b.stride + line_i * kLineHalves : i * b.stride);
-            const bool mn_row_exists = line * kLineK + stage_row + row_i < b.rows;
-            const bool mn_exists = mn_row_exists && (first_column + line_i * kLineK) * 2 < b.stride;
+            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
+            const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
+            const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
+            const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
             const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
             copy_async(stage_to + (kTileRows + i) * kLineBytes, source, exists);
         }
@@ -342,10 +342,10 @@ template <bool MN_MAJOR> struct Copies {
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
 // Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
-// B (a column of C). MN-major, a row of the stage holds 32 columns of one k, so a quarter is 16 rows. The warp's 64
-// columns are two lines; to[i] is 16 columns: half i % 2 of line i / 2, from its hi or its lo. A lane starts
-// at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as (c
-// ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows, and a warp's
+// 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane starts at chunk
+// c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as
+// (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -365,7 +365,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 }
 // A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `interval` lines,
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `run_lines` lines,
 // from `line` on, are multiplied by unscale[line / kScaleLines * unscale_stride + A's row] and added to the sums. (With
 // unscale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
 // gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, values) once,
@@ -373,7 +373,7 @@ __device__ __forceinline__ int column_of(int column, int j) { return column + j 
 // lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2)
     multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
-        int unscale_stride, int n, int lines, int interval, const __grid_constant__ Epilogue epilogue) {
+        int unscale_stride, int n, int lines, int run_lines, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
@@ -391,7 +391,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // MN-major, adding warp_column to rows of the stage is right, too: 64 columns are two lines, of 32 rows each.
+    // warp_column is right as a number of stage rows MN-major, too: 64 columns are two lines, of 32 rows each.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -414,7 +414,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
             const int row = min(first_row + warp_row + i * 8 + lane / 4, a.rows - 1);
             unscales[i] = unscale[int64_t(line / kScaleLines) * unscale_stride + row];
         }
-        const int end = min(line + interval, lines);
+        const int end = min(line + run_lines, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
         // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
@@ -536,15 +536,15 @@ template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Opera
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // See Restarts. The interval divides kScaleLines, as the scale may change after these.
-    const int lines = int(stride_of(k, 2) / kLineHalves), interval = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, interval, epilogue);
+    // See Restarts. run_lines divides kScaleLines, as the scale may change after these.
+    const int lines = int(stride_of(k, 2) / kLineHalves), run_lines = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, run_lines, epilogue);
 }
-// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets each row's `unscale`, then each row's `doubt`.
+// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets all rows' `unscale`, then all rows' `doubt`.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
     __half* pieces, float* unscale_doubt, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that hold a row in registers, or 256
-    while (threads < 256 && 2 * kPairs * threads < k) threads *= 2;
+    while (threads < 256 && 2 * kHeldPairs * threads < k) threads *= 2;
     split_rows<PIECES>
         <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, unscale_doubt, unscale_doubt + rows);
 }
@@ -593,7 +593,7 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
     __syncthreads();
     // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
     const int row_stride = wgrad ? 1 : kSharedStride, k_stride = wgrad ? kSharedStride : 1;
-    const int rows = wgrad ? n : m, terms = wgrad ? m : n, half_lane = threadIdx.x % 16;
+    const int rows = wgrad ? n : m, terms = wgrad ? m : n, row_lane = threadIdx.x % 16;
     const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
     const int64_t stride = stride_of(terms, 2);
     for (int i = threadIdx.x / 16; i < kSide; i += kSplitGradientThreads / 16) {
@@ -601,7 +601,7 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
         float values[kSide / 16], largest = 0;
 #pragma unroll
         for (int j = 0; j < kSide / 16; ++j) {
-            const int own_k = j / 2 * 32 + half_lane * 2 + j % 2;
+            const int own_k = j / 2 * 32 + row_lane * 2 + j % 2;
             const float factor = first_k + own_k < terms ? unscale_b[first_k + own_k] : 0;
             values[j] = square[i * row_stride + own_k * k_stride] * factor;
             largest = fmaxf(largest, finite_magnitude(values[j]));
@@ -611,10 +611,10 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
         if (row >= rows) continue;
 #pragma unroll
         for (int j = 0; j < kSide / 16; j += 2) {
-            const int k = first_k + j / 2 * 32 + half_lane * 2;
+            const int k = first_k + j / 2 * 32 + row_lane * 2;
             if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
         }
-        if (half_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (row_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue of the gradients: stores C as it is
@@ -644,11 +644,11 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 
 // ---- The groups of linear_swish_group_norm ----
 
-// The activation and its derivative. To use another, change both, finish_group_cpu in C++, and in Python
-// _finish_plainly and the lines for torch.jit.script in ModelNew.forward. The activation's error must be small relative
-// to its value, since a group of small values is divided by its small spread. For large finite |h| the slope must equal
-// its limit (0 or 1). In h * s with s near 0, a small absolute error of s is multiplied by a large h. And where an exp
-// overflows, 0 * infinity makes NaN.
+// The activation and its derivative. To use another, change both, finish_group_cpu in C++, in Python _finish_plainly
+// and the lines for torch.jit.script in ModelNew.forward, and hopper/'s counterparts. The activation's error must be
+// small relative to its value, since a group of small values is divided by its small spread. For large finite |h| the
+// slope must equal its limit (0 or 1). Two traps: a large h multiplies the small absolute error of an s near 0, and an
+// exp that overflows makes 0 * infinity, NaN. (So Mish must clamp exp's argument, in finish_group_cpu's lambda, too.)
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -737,7 +737,7 @@ __global__ void __launch_bounds__(kMultiplyThreads, 3)
         const float* const product_row = product + own_row * n;
         const float unscale_x = own_row < m ? epilogue.linear.unscale[own_row] : 0;
 #pragma unroll
-        for (int j = 0; j < 16; j += 2) {  // n is even: a group has 8 features or more
+        for (int j = 0; j < 16; j += 2) {  // n is even: with TF32 groups have 64 features
             const int own_column = column_of(column, j);
             float2 pair = {};
             if (own_row < m && own_column < n) pair = *reinterpret_cast<const float2*>(product_row + own_column);
@@ -818,7 +818,7 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
 }
 // A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns. The block writes G to g,
 // and the four sums over its rows to partials[blockIdx.x][4][n].
-constexpr int kBlockRows = 128;  // for 128 values of a column a block stores 4 partial sums
+constexpr int kBlockRows = 128;  // a column of a block has 4 sums, so `partials` has 4/128 as many values as G
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
     int m, int n, int lanes, float eps, T* __restrict__ g) {
@@ -870,15 +870,15 @@ template <typename T> __global__ void __launch_bounds__(256)
 
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
 
-// Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, for cuBLAS to multiply, and to `unscale_doubt`
-// each row's `unscale`, then each row's `doubt`.
+// Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, to `pieces`, for cuBLAS, and all rows' `unscale`,
+// then all rows' `doubt`, to `unscale_doubt`.
 extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* unscale_doubt, int64_t m,
     int64_t n, int64_t k, cudaStream_t stream) {
     launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), unscale_doubt, stream);
     return cudaGetLastError();
 }
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
-// cuBLAS's, of the pieces of launch_split_hi, and h may be in the same place. If `product` is null, this computes it.
+// cuBLAS's product of launch_split_hi's pieces, and h may overwrite it. If it is null, this computes the product.
 extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
     float* unscale_doubt, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
@@ -1033,12 +1033,12 @@ void finish_group_cpu(
 }
 at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps) {
-    const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    const at::Tensor h32 = single(h), bias32 = single(bias), gamma32 = single(gamma), beta32 = single(beta);
+    const auto as_f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
+    const at::Tensor h32 = as_f32(h), bias32 = as_f32(bias), gamma32 = as_f32(gamma), beta32 = as_f32(beta);
     const at::Tensor out = at::empty_like(h32);
     const int64_t width = h.size(1) / groups;
-    // A thread takes some 8192 features or more, so that a small h stays with one thread. That is a quarter of ATen's
-    // usual 32768, as a feature takes more work.
+    // The grain is some 8192 features, so that a small h stays with one thread. That is a quarter of ATen's usual
+    // 32768, as a feature takes more work.
     at::parallel_for(0, h.size(0) * groups, 8192 / (width + 1) + 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t offset = i * width, feature = i % groups * width;
@@ -1348,9 +1348,9 @@ def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_piec
 
 
 def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether
-    the epilogue takes groups of this size, and cuBLAS's fp16 product saves more time than the split takes. The
-    product saves time on m n k multiplications, and the split takes time for (m + n) k values. On an H200 the product
+    """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether no
+    program is exported, the epilogue takes groups of this size, and cuBLAS's fp16 product saves more time than the
+    split takes. It saves time on m n k multiplications, and the split takes time for (m + n) k values. On an H200 it
     saves on 700 multiplications what the split takes for a value. 2048 are asked for, a margin for other GPUs."""
     if not _allows_tf32() or x.device.index not in _HAVE_TF32:
         return x.device.index in _BY_PIECES
@@ -1378,7 +1378,7 @@ def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch
 
 def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
     """Whether the operators may stand for the Model's lines from h on, if h has n features. Before h is computed, x may
-    be given in its place: it has h's dtype, device and number of dimensions."""
+    stand for it, having its dtype, device, number of dimensions and rows."""
     if not _is_unchanged(norm, nn.GroupNorm) or norm.weight is None:
         return False
     vectors, groups = (bias, norm.weight, norm.bias), norm.num_groups

@@ -797,7 +797,7 @@ RAISES = {"AttributeError": MODEL.replace("self.matmul(x)", "self.nothing(x)"), 
 def test_a_model_that_raises_is_not_the_candidates_fault_and_not_all_right(said, suite, capsys):
     suite.add("raises", PLAIN, RAISES[said])
     assert suite() == 1
-    assert f"  wrong: the Model itself raised {said}" in capsys.readouterr().out
+    assert f"  not judged: the Model itself raised {said}" in capsys.readouterr().out
 
 
 def test_dtypes_and_precisions_make_a_record_each(suite, tmp_path):

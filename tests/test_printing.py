@@ -119,7 +119,7 @@ def test_the_rule_and_the_verdicts_are_told_alike(capsys, monkeypatch):
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= show.COLUMNS
     told = " ".join(said[said.index("wrong: ") : said.index("positional arguments")].split())
-    assert len(sentences := told.removesuffix(".").split(". ")) == 4
+    assert len(sentences := told.removesuffix(".").split(". ")) == 6
     assert all(each in readme for each in sentences)
 
 

@@ -10,15 +10,15 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths. Our kernels take 3x3 convolutions of at most 8 input and 32 output channels, in float32, float16 or
 bfloat16, also under autocast. x and the weight are contiguous, and bias and scale have the shape (out_channels, 1, 1)
-(`are_valid`, in C++). The stride is 1, there is no padding, and eps is at least 1e-6 (`_is_usual`, in Python). There
-are fewer than 2^25 samples. The image's width is even, from 4 to 352, its height is at most 2 + twice the number of
+(`can_take`, in C++). The stride is 1, there is no padding, and eps is at least 1e-6 (`_is_usual`, in Python). There are
+fewer than 2^25 samples. The image's width is even, from 4 to 352, its height is from 3 to 2 + twice the number of
 multiprocessors, and the output has a multiple of 4 pixels. With gradients the width is at most 256, and the output has
 at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It
 is the Model's own layers or, where C++ decides, the same operators called from there.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
-gradients it is the same kernel. It then saves x, the parameters, and 34 words a group: its totals (32), mean and rstd.
-The backward is two large kernels and three small ones. The gradient of h is never written to global memory.
+gradients it is the same kernel. It then saves x, the parameters, and 272 bytes a group: totals, mean and rstd (most are
+padding). The backward is two large kernels and three small ones. The gradient of h is never written to global memory.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.26 TB/s of a copy on the device. By `python harness.py
@@ -103,8 +103,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale. To use another, change this part, `plain` and the `#include` of its
 // operator in C++, and `_activate` in Python; then look at registers and spills (ConvConfig). There are two formulas.
-// The forward computes `Held::u`, from which v follows. The backward gets v and dv/dz from `activation_and_slope`. Both
-// take t = kFactor * z, and differ for float32 and 16-bit types. (u may be v for both.) The kernels rely on:
+// The forward computes `UForm::u`, from which v follows. The backward gets v and dv/dz from `activation_and_slope`.
+// Each takes t = kFactor * z, and has a float32 and a 16-bit form. (u may be v in both.) The kernels rely on:
 //   - In the forward u is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
 //     u, and computes the values again. If u lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
 //     and __saturatef drop a NaN, so the forward's formula may not use them. A hard sigmoid or ReLU6 is cut off by
@@ -114,8 +114,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 //     costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
 //   - v and dv/dz are finite at t = 0: `make_dh` computes both there for channels that do not exist.
 //   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and finish_groups chooses dh_scale by a
-//     bound that contains it. dv/dz may be 0 in a whole channel. It may also be large, but prepare_scales only bounds
-//     the error of z, and that of v is dv/dz times as large.
+//     bound that contains it. dv/dz may be 0 in a whole channel. It may also be large, but the error of v grows with
+//     it: that is dv/dz times z's, which prepare_scales bounds.
 
 template <typename T> constexpr bool kIs16Bit = sizeof(T) == 2;  // float16 or bfloat16; else T is float
 constexpr float kVMin = 0.0f, kVMax = 1.0f;
@@ -136,7 +136,7 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
 // guarantees 2^-12). Eager rounds v to 16 bits, which costs up to half a step. That is 2^-17 or more, and so more than
 // ours is off, in bfloat16 where v >= 2^-9 (z >= -6.2), and in float16 where v >= 2^-6 (z >= -4.1). A smaller v may be
 // less exact than eager's. If it is below 2^-11, it is off by up to 2^-19.7.
-template <typename T> struct Held {
+template <typename T> struct UForm {
     static constexpr float kFactor = kIs16Bit<T> ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
     static constexpr float kVPerU = kIs16Bit<T> ? 0.5f : 1.0f, kVOffset = kIs16Bit<T> ? 0.5f : 0.0f;
     static constexpr float kUMin = (kVMin - kVOffset) / kVPerU;  // as v = kVPerU * u + kVOffset
@@ -153,7 +153,7 @@ template <typename T> struct Held {
 // v and 1 - v, and 1 - v is computed as 2^t v, because the difference would lose digits.
 struct ActivationAndSlope { float v, slope; };
 template <typename T> __device__ __forceinline__ ActivationAndSlope activation_and_slope(float t) {
-    const float v = fmaf(Held<T>::kVPerU, Held<T>::u(t), Held<T>::kVOffset);
+    const float v = fmaf(UForm<T>::kVPerU, UForm<T>::u(t), UForm<T>::kVOffset);
     return {v, fmaf(-v, v, v)};
 }
 template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<float>(float t) {
@@ -164,7 +164,7 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward. A team of blocks computes a sample, each block a band of the output's rows. The teams take the samples
-// in turn. A block reads the x of its band once, computes v, and holds it in shared memory, as u (see Held), until the
+// in turn. A block reads the x of its band once, computes v, and holds it in shared memory, as u (see UForm), until the
 // sums of all the sample's bands are known. Then it writes its band of the output. A stage of held values is shared
 // memory for one sample's band. A block has three, or two if the image is wide: while it writes one sample, it computes
 // the next. A task is what a warpgroup computes at a time: 64 columns of an output row or, in 16 bits, of two rows, of
@@ -173,7 +173,7 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // warps have these roles. Names in _empty and _full are mbarriers; "its turn" is a warpgroup's turn to issue wgmma.
 //
 //   who, and what it does                                     waits for                       signals
-//   produce_x:      x -> fp16 hi, lo in shared memory         x_empty                         x_full
+//   produce_x:      x -> shared memory, float32 as hi and lo  x_empty                         x_full
 //   convolve:       wgmma, activation -> u, sums of channels  x_full, its turn, held_empty    x_empty, held_full
 //   publish_sums:   sums -> the sample's totals in L2         held_full                       norm_full
 //   compute_norms:  totals -> mean, rstd -> norm of channels  totals of all bands             norm_full
@@ -183,12 +183,12 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //               8 warps         16 warps    `-> sums -publish_sums-> totals -compute_norms-> norm -^ 6 warps
 //                                                        1 warp      in L2      1 warp
 //
-// The backward launches the same kernel with NORMALIZE false. Then the held values are h + bias, not u, and
+// The backward launches the same kernel with FORWARD false. Then the held values are h + bias, not u, and
 // write_and_measure, which replaces the last three roles, writes them, rounded to x's type, as eager's are.
 //
 // `convolve` uses wgmma m64n64k16: A has 64 rows, B has 64 columns, a pixel each, and K = 16 is two taps of 8 input
 // channels. A tap is one of the 3 x 3 weights: tap 3 ky + kx is that of row ky and column kx. A task takes several
-// wgmmas. This is fragment s of A, which load_weights calls step s:
+// wgmmas. This is fragment s of A (see load_weights):
 //
 //     A, the weights, in registers        K  0 1 2 3 4 5 6 7        8 9 10 11 12 13 14 15
 //                                            tap 2 s, 8 channels    tap 2 s + 1, 8 channels
@@ -201,7 +201,7 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // rests. As fp16 has 11 bits, hi leaves at most 2^(e - 11) of a value in [2^e, 2^(e + 1)), and hi + lo 2^(e - 23).
 // These rests matter where a sum has few terms of very different sizes: without them, errors with one and two input
 // channels were 2.4 and 2.2 times eager's. With n <= 4 input channels, 8 - n of the eight channels of A and B are
-// unused. They hold products with a rest, as many as fit (of the last n = 3 has room for two channels, n = 4 for none):
+// unused. They serve products with a rest, if there is room (n = 3: two channels of the last; n = 4: none of it):
 //
 //     channels        0 to n - 1     n to 2 n - 1      2 n to 3 n - 1     others, up to 7
 //     product         w * x          w * rest_of(x)    rest_of(w) * x     0
@@ -233,20 +233,20 @@ constexpr int kMaxInChannels = 8, kMaxOutChannels = 32;  // channels
 constexpr int kTotalsStride = 32;
 constexpr int kMaxHeldStages = 3;  // samples whose values a block can hold at once: three, or two of wider images
 template <typename T> using Operand = std::conditional_t<kIs16Bit<T>, T, __half>;  // of wgmma
-// What differs between 16-bit types (one product) and float32 (four), and between the forward (NORMALIZE) and the
-// backward's launch.
-template <typename T, bool NORMALIZE> struct ConvConfig {
+// What differs between 16-bit types (one product) and float32 (four), and between the forward and the backward's launch
+// (FORWARD false).
+template <typename T, bool FORWARD> struct ConvConfig {
     static constexpr int kTaskRows = kIs16Bit<T> ? 2 : 1;  // output rows of a task
     static constexpr int kXStages = kIs16Bit<T> ? 2 : 1;  // of x in shared memory
     static constexpr int kLoadPixels = kIs16Bit<T> ? 2 : 1;  // pixels that `produce_x` loads at once
     static constexpr int kFragments = kIs16Bit<T> ? 6 : 5;  // of A, each of two taps; the last of five has tap 8 twice
     // wgmmas of a task, of two taps each. 16-bit types: 4 x 3 = 12 taps. Float32: 9 taps with x's hi and 9 with its lo.
     static constexpr int kWgmmas = kIs16Bit<T> ? 6 : 9;
-    static constexpr int kConsumers = NORMALIZE ? 4 : 2;  // warpgroups; 3 in the forward took 1.006 of the time
-    static constexpr int kWriters = NORMALIZE ? 6 : 16;  // warps; the forward has two more, see its table
+    static constexpr int kConsumers = FORWARD ? 4 : 2;  // warpgroups; 3 in the forward took 1.006 of the time
+    static constexpr int kWriterWarps = FORWARD ? 6 : 16;  // the forward has two more, see its table
     static constexpr int kConsumerRegisters = kIs16Bit<T> ? 88 : 80;  // of a thread, as the next two; no spills
     static constexpr int kProducerRegisters = kIs16Bit<T> ? 40 : 56;
-    static constexpr int kWriterRegisters = NORMALIZE ? 40 : kIs16Bit<T> ? 64 : 56;
+    static constexpr int kWriterRegisters = FORWARD ? 40 : kIs16Bit<T> ? 64 : 56;
     static constexpr int kOthers = kThreads / 128 - kConsumers - kProducers;  // warpgroups
     static_assert(
         kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + kOthers * kWriterRegisters <= 65536 / 128,
@@ -258,14 +258,14 @@ struct alignas(16) Statistics { float mean, mean_error, rstd, unused; };
 // What write_and_measure finds for a band of a channel: the sums of grad and of grad * (v - mean), and two maxima.
 struct alignas(16) BandMeasures { float grad_sum, product_sum, max_grad, max_slope; };  // of |grad| and of dv/dz
 
-// Sizes, and what plan_forward makes of them.
+// Sizes, and what plan_convolution makes of them.
 struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
     int bands, band_rows, teams;  // band_rows: rows of every band but the last, which may have fewer
     int held_stages;  // stages of held values in shared memory, each for a sample
     int held_plane, x_plane;  // in shared memory: a channel's held floats; pixels of x's hi, or of a stage of x
 };
-// The benchmark's sizes, in Plan's order, and what plan_forward makes of them with 127 to 253 multiprocessors. As
+// The benchmark's sizes, in Plan's order, and what plan_convolution makes of them with 127 to 253 multiprocessors. As
 // compile-time constants they save 4% of the time.
 __host__ __device__ constexpr Plan benchmark_plan() {
     return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 3, 508, 1024};
@@ -276,11 +276,11 @@ struct ConvArguments : Plan {
     const void* x;  // of T
     void* out;  // of T: the output or, when the backward launches, h + bias
     const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
-    unsigned long long* totals;  // (samples, groups, kTotalsStride), of which two are used: of s and s^2
+    unsigned long long* totals;  // (samples, groups, kTotalsStride); 0 and 1 are used: see publish_sums
     Statistics* statistics;  // (samples, groups), behind the totals
-    // Only the backward uses the next four members. `largest` and `recomputed` have one word a sample: the largest |x|,
+    // Only the backward uses the next four members. `max_x` and `recomputed` have one word a sample: the largest |x|,
     // as a float's bits, and whether convolve_again ran.
-    uint32_t *largest, *recomputed;
+    uint32_t *max_x, *recomputed;
     const void* grad;  // of T: the gradient of the output
     BandMeasures* band_measures;  // (samples, out_channels, bands)
     float eps;
@@ -334,8 +334,8 @@ template <int X_STAGES = 1> struct SampleCursor {
 //
 // If v leaves the range from kVMin to kVMax, a negative sum counts as 0, and the mean is wrong. A sum of 2^48, 2 to 4
 // times the largest, carries into the count of non-finite bands, and the result is NaN. A sum of 2^56, some 2^9 times
-// the largest, carries into the count of bands. As the bands arrive one by one, a poll may then see the full number too
-// early, and the sums are wrong, or never, and the kernel hangs.
+// the largest, carries into the count of bands. The bands arrive one by one, so a poll may see the full number too
+// early (the sums are wrong) or never (the kernel hangs).
 constexpr int kBandCountBit = 56, kNonFiniteCountBit = 48;  // the two counts' lowest bits
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
     unsigned long long term = 1ull << kBandCountBit;
@@ -445,7 +445,7 @@ __device__ __forceinline__ float rest_of(float v) {  // what hi and lo leave of 
     return lo - __half2float(__float2half_rn(lo));
 }
 // Whether unused channels add products of rests (n <= 4, above). With more channels it would cost 2% and gain little.
-__device__ __forceinline__ bool are_few(int in_channels) { return 2 * in_channels <= kMaxInChannels; }
+__device__ __forceinline__ bool has_room_for_rests(int in_channels) { return 2 * in_channels <= kMaxInChannels; }
 // Splits a pixel's channels into fp16 hi and lo. Of a value that overflows fp16 these are infinities of opposite signs,
 // so the sums with it are NaN.
 __device__ __forceinline__ void split_pixel(const float (&x)[kMaxInChannels], uint4& hi, uint4& lo) {
@@ -489,13 +489,13 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int max_exp
 //
 // A channel's reach bounds how far x can move its z while |x| <= 1: it is the sum of |w| times the Model's |scale|.
 // (For h the factor is 1.) Let the largest reach be in [2^(e - 1), 2^e); then scales.input is 2^e. fp16's finest step
-// is 2^-24, so hi + lo may be off by 2^-25 from x * 2^e, which is 2^-(25 + e) in x. Times a reach of at most 2^e, that
-// changes z by at most 2^-25. A reach below 2^-15 has e = -14, and 0 has e = 0: the change is smaller still.
+// is 2^-24. By that alone, not by its 11 bits, hi + lo may be off by 2^-25 from x * 2^e: 2^-(25 + e) in x. Times a
+// reach of at most 2^e, that changes z by 2^-25 or less. A reach below 2^-15 has e = -14, and 0 has e = 0: still less.
 //
 // scales.input is NaN, so that all values are computed in float32, if a reach is above 2^14 or NaN, or a |scale| is
 // above 2^100. (A weight is multiplied by at most 2^110. What fp16 then loses of it, 2^-25 * 2^-110, times a |scale| of
 // 2^100 changes z by 2^-35 |x|.)
-template <typename T, bool NORMALIZE>
+template <typename T, bool FORWARD>
 __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x;
@@ -508,7 +508,7 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
         }
         scales.weight[c] = scale_below_overflow(largest, kMaxWeightExponent);
         const float factor = c < p.out_channels ? fabsf(value_of<T>(p.scale, c)) : 0.0f;
-        float reach = sum * (NORMALIZE ? factor : fmaxf(factor, 1.0f));  // without NORMALIZE also that of h
+        float reach = sum * (FORWARD ? factor : fmaxf(factor, 1.0f));  // the backward needs h's, too
         const bool usual = __all_sync(~0u, reach <= 0x1p14f && factor <= 0x1p100f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
@@ -519,14 +519,14 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
     __syncthreads();
 }
 
-// Stores to shared memory what a thread of `produce_x` has loaded. In float32 that is a pixel, times x_scale: fp16 hi
-// and, x_plane pixels further on, lo.
+// Stores to shared memory what a thread of `produce_x` has loaded. In float32 that is a pixel, times input_scale: fp16
+// hi and, x_plane pixels further on, lo.
 __device__ __forceinline__ void store_pixels(
-    uint4* to, const Pack<float, 1> (&x)[kMaxInChannels], float x_scale, int x_plane, int in_channels) {
+    uint4* to, const Pack<float, 1> (&x)[kMaxInChannels], float input_scale, int x_plane, int in_channels) {
     float values[kMaxInChannels];
 #pragma unroll
-    for (int c = 0; c < kMaxInChannels; ++c) values[c] = x[c].value[0] * x_scale;
-    if (are_few(in_channels)) {
+    for (int c = 0; c < kMaxInChannels; ++c) values[c] = x[c].value[0] * input_scale;
+    if (has_room_for_rests(in_channels)) {
 #pragma unroll
         for (int c = 1; c < kMaxInChannels; ++c) {
             if (unsigned(c - in_channels) < unsigned(in_channels)) values[c] = rest_of(values[c]);
@@ -565,10 +565,10 @@ template <typename T> __device__ __forceinline__ uint32_t bits_of_float(uint32_t
 
 // Two warpgroups copy the band of x from global to shared memory: of float32 as fp16 hi and lo, of 16-bit types as it
 // is. A thread has every 256th pixel or, in 16 bits, pair of pixels. It loads all channels of four pixels at a time.
-template <typename T, bool NORMALIZE>
+template <typename T, bool FORWARD>
 __device__ __forceinline__ void produce_x(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
-    using Config = ConvConfig<T, NORMALIZE>;
+    using Config = ConvConfig<T, FORWARD>;
     fewer_registers<Config::kProducerRegisters>();
     constexpr int kStride = 128 * kProducers * Config::kLoadPixels;  // pixels, from a thread's load to its next
     constexpr int kLoads = 4 / Config::kLoadPixels;
@@ -581,10 +581,10 @@ __device__ __forceinline__ void produce_x(
         const T* const sample_x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
         return sample_x + (int64_t(sample) * p.in_channels + channel) * x_pixels;
     };
-    const float x_scale = shared.scales.input;
+    const float input_scale = shared.scales.input;
     // Bit c: channel c is the last before a repeat, and the next load is of channel 0. Unused channels hold copies.
-    uint32_t are_last = 0;
-    for (int c = p.in_channels; c < kMaxInChannels; c += p.in_channels) are_last |= 1u << (c - 1);
+    uint32_t repeat_mask = 0;
+    for (int c = p.in_channels; c < kMaxInChannels; c += p.in_channels) repeat_mask |= 1u << (c - 1);
     for (SampleCursor<Config::kXStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int next_sample = cursor.sample + p.teams;
         // By thread c, whose first pixel is c, for channel c. Saves 8% of float32's time; in 16 bits it would cost 6%.
@@ -604,7 +604,7 @@ __device__ __forceinline__ void produce_x(
                     if (begin + i * kStride >= pixels) continue;
                     raw[i][c] = load_pack(reinterpret_cast<const Load*>(from + i * kStride));
                 }
-                from = are_last >> c & 1 ? first : from + x_pixels;
+                from = repeat_mask >> c & 1 ? first : from + x_pixels;
             }
             if (begin == first_pixel) mbarrier_wait(&shared.x_empty[cursor.x_stage], cursor.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + cursor.x_stage * p.x_plane + begin;
@@ -612,12 +612,12 @@ __device__ __forceinline__ void produce_x(
             for (int i = 0; i < kLoads; ++i) {
                 for (const Load& load : raw[i]) largest = larger(largest, load);
                 if (begin + i * kStride >= padded) continue;
-                store_pixels(to + i * kStride, raw[i], x_scale, p.x_plane, p.in_channels);
+                store_pixels(to + i * kStride, raw[i], input_scale, p.x_plane, p.in_channels);
             }
         }
-        if constexpr (!NORMALIZE) {
+        if constexpr (!FORWARD) {
             largest = __reduce_max_sync(~0u, bits_of_float<T>(largest));
-            if (threadIdx.x % 32 == 0) atomicMax(p.largest + cursor.sample, largest);
+            if (threadIdx.x % 32 == 0) atomicMax(p.max_x + cursor.sample, largest);
         }
         fence_async_proxy();  // so that wgmma, which reads by the async proxy, sees this thread's stores
         mbarrier_arrive(&shared.x_full[cursor.x_stage]);
@@ -641,10 +641,10 @@ template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const
 }
 
 // Computes a warp's values of a sample again, in plain float32. A thread has the pixels and the channel of `convolve`.
-template <typename T, bool NORMALIZE>
+template <typename T, bool FORWARD>
 __device__ __forceinline__ void convolve_again(const ConvArguments& p, const Band& band, int sample, int first_task,
     int c, float* own_held, Deviations& deviations) {
-    using Config = ConvConfig<T, NORMALIZE>;
+    using Config = ConvConfig<T, FORWARD>;
     const T* const x_sample = static_cast<const T*>(p.x) + int64_t(sample) * p.in_channels * (p.height * p.width);
     deviations.sum = deviations.square = 0;
 #pragma unroll 1
@@ -663,7 +663,7 @@ __device__ __forceinline__ void convolve_again(const ConvArguments& p, const Ban
                 h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at<T>(p, c, k / 9, k % 9), h);
             }
             float value = valid ? h + bias_at<T>(p, c) : 0.0f;
-            if (NORMALIZE) value = Held<T>::u(value * value_of<T>(p.scale, valid ? c : 0) * Held<T>::kFactor);
+            if (FORWARD) value = UForm<T>::u(value * value_of<T>(p.scale, valid ? c : 0) * UForm<T>::kFactor);
             if (task == first_task && i == 0) {  // the four lanes of a channel take the mean of their first values
                 const float first = __shfl_sync(~0u, value, threadIdx.x & 28);
                 deviations.anchor = 0.25f * sum_of_lanes(valid ? value : first, 4);
@@ -681,21 +681,21 @@ __device__ __forceinline__ void convolve_again(const ConvArguments& p, const Ban
 // have no bank conflicts: it stores 8 floats of each of four channels, all even or all odd, 8 modulo 16 floats apart.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
-// A thread's fragments of A. A register has the weights of output channel c and two input channels. Of a step's four,
-// .x and .y are of its first tap, .z and .w of its second. In float32 .x and .z are hi, .y and .w lo. In 16 bits .x and
-// .z are of the task's upper output row, with taps in rows 0 to 2 of x; .y and .w are of its lower, with rows 1 to 3.
+// A thread's fragments of A. A register has the weights of output channel c and two input channels. A fragment's .x and
+// .y are of its first tap, .z and .w of its second. In float32 .x and .z are hi, .y and .w lo. In 16 bits .x and .z are
+// of the task's upper output row, with taps in rows 0 to 2 of x; .y and .w are of its lower, with rows 1 to 3.
 template <typename T, int FRAGMENTS>
 __device__ __forceinline__ void load_weights(const ConvArguments& p, float weight_scale, int c, uint4 (&a)[FRAGMENTS]) {
     const int in = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int step = 0; step < FRAGMENTS; ++step) {
+    for (int fragment = 0; fragment < FRAGMENTS; ++fragment) {
         uint32_t words[4];
 #pragma unroll
         for (int tap_index = 0; tap_index < 2; ++tap_index) {
             if constexpr (kIs16Bit<T>) {
 #pragma unroll
                 for (int row = 0; row < 2; ++row) {
-                    const int tap = 2 * step + tap_index - 3 * row;
+                    const int tap = 2 * fragment + tap_index - 3 * row;
                     const bool exists = tap >= 0 && tap < 9;
                     const auto weight = [&](int in) {
                         return from_float<Operand<T>>(exists ? weight_at<T>(p, c, in, tap) * weight_scale : 0.0f);
@@ -704,17 +704,17 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float weigh
                     words[2 * tap_index + row] = reinterpret_cast<const uint32_t&>(two);
                 }
             } else {
-                const int tap = min(2 * step + tap_index, 8);  // tap 8 twice: for x's hi and lo
+                const int tap = min(2 * fragment + tap_index, 8);  // tap 8 twice: for x's hi and lo
                 const auto weight = [&](int in) {
                     const float w = weight_at<T>(p, c, in % p.in_channels, tap) * weight_scale;
                     const int times = in / p.in_channels;  // that the channels have been used before
                     if (times == 2) return rest_of(w);
-                    return times == 0 || (times == 1 && are_few(p.in_channels)) ? w : 0.0f;
+                    return times == 0 || (times == 1 && has_room_for_rests(p.in_channels)) ? w : 0.0f;
                 };
                 split_two(weight(in), weight(in + 1), words[2 * tap_index], words[2 * tap_index + 1]);
             }
         }
-        a[step] = make_uint4(words[0], words[1], words[2], words[3]);
+        a[fragment] = make_uint4(words[0], words[1], words[2], words[3]);
     }
 }
 
@@ -774,14 +774,14 @@ __device__ __forceinline__ void add_deviations(const float (&d)[kDRegisters], De
     deviations.square += square;
 }
 
-// The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
-// the turn to issue wgmma, so that one's wgmma runs during the others' activations. Each is of 256 threads: the
-// warpgroup that waits for the turn, and the one that hands it on. A lane has one channel and two neighbouring pixels
-// of every eight of a task's rows: pixels 2 q and 2 q + 1, where q is its quad_lane.
-template <typename T, bool NORMALIZE>
+// The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers (1 to 4; in the
+// backward 1 and 2) hand on the turn to issue wgmma, so that one's wgmma runs during the others' activations. Each is
+// of 256 threads: the warpgroup that waits for the turn, and the one that hands it on. A lane has one channel and two
+// neighbouring pixels of every eight of a task's rows: pixels 2 q and 2 q + 1, where q is its quad_lane.
+template <typename T, bool FORWARD>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
-    using Config = ConvConfig<T, NORMALIZE>;
+    using Config = ConvConfig<T, FORWARD>;
     more_registers<Config::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int quad_lane = threadIdx.x % 4;
@@ -790,9 +790,9 @@ __device__ __forceinline__ void convolve(
     const float weight_scale = shared.scales.weight[c];
     load_weights<T>(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
-    const float factor = NORMALIZE ? Held<T>::kFactor * value_of<T>(p.scale, own_channel) : 1.0f;
+    const float factor = FORWARD ? UForm<T>::kFactor * value_of<T>(p.scale, own_channel) : 1.0f;
     const float offset = factor * bias_at<T>(p, own_channel);
-    const auto activate = [](float t) { return NORMALIZE ? Held<T>::u(t) : t; };
+    const auto activate = [](float t) { return FORWARD ? UForm<T>::u(t) : t; };
     const float sum_factor = factor / (shared.scales.input * weight_scale);  // t or h is sum * sum_factor + offset
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int own_columns = c < p.out_channels ? p.columns - 2 * quad_lane : 0;  // from the thread's first on
@@ -833,7 +833,7 @@ __device__ __forceinline__ void convolve(
                         pair[1] = activate(fmaf(kIs16Bit<T> ? pair[1] : pair[1] + pair[3], sum_factor, offset));
                     }
                 }
-                if (NORMALIZE && is_first) deviations.anchor = anchor_of<Config::kTaskRows>(d, valid);
+                if (FORWARD && is_first) deviations.anchor = anchor_of<Config::kTaskRows>(d, valid);
                 add_deviations<Config::kTaskRows>(d, deviations, valid);
                 if (is_first) mbarrier_wait(&shared.held_empty[cursor.held_stage], cursor.held_parity ^ 1);
                 float* const to = own_held + row * p.columns + column;
@@ -862,20 +862,20 @@ __device__ __forceinline__ void convolve(
         // too, where x or a parameter is not finite or, in the backward's launch, where |h| is about 2^64 or more, as
         // the anchor is 0 there. In each case convolve_again gives what plain float32 gives.
         if (__any_sync(~0u, !(deviations.square < INFINITY))) {
-            convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, own_held, deviations);
-            if constexpr (!NORMALIZE) p.recomputed[cursor.sample] = 1;
+            convolve_again<T, FORWARD>(p, band, cursor.sample, first_task, c, own_held, deviations);
+            if constexpr (!FORWARD) p.recomputed[cursor.sample] = 1;
         }
         first_task = task - band.tasks;
-        if constexpr (NORMALIZE) store_moments(shared, cursor.held_stage, warpgroup, c, count, own_count, deviations);
+        if constexpr (FORWARD) store_moments(shared, cursor.held_stage, warpgroup, c, count, own_count, deviations);
         mbarrier_arrive(&shared.held_full[cursor.held_stage]);
     }
 }
 
 // One warp, lane c for channel c: adds the band's sums of s and of s^2 to the groups' totals. s = (u - kUMin) / kURange
-// is in [0, 1]. When it has read `moments`, it arrives at norm_full: `write` waits for that alone, and then frees
-// `moments`. This arrival comes after the wait for held_full, so `write` then sees the held values, too.
+// is in [0, 1]. It arrives at norm_full once it has read `moments`, because `write` frees these after a wait for
+// norm_full alone. By then this warp has waited for held_full; so `write` sees the held values, too.
 template <typename T> __device__ __forceinline__ void publish_sums(const ConvArguments& p, ConvShared& shared) {
-    using H = Held<T>;
+    using U = UForm<T>;
     const int c = threadIdx.x % 32;
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
         double sum = 0, square = 0;  // of the channel: of u - kUMin, and of its square
@@ -884,7 +884,7 @@ template <typename T> __device__ __forceinline__ void publish_sums(const ConvArg
             const Moments moments = shared.moments[cursor.held_stage][k][c];
             const int count = shared.counts[cursor.held_stage][k];
             if (count == 0 || c >= p.out_channels) continue;
-            const double mean = double(moments.mean) - H::kUMin;
+            const double mean = double(moments.mean) - U::kUMin;
             sum += count * mean;
             square += count * mean * mean + moments.square;
         }
@@ -896,17 +896,17 @@ template <typename T> __device__ __forceinline__ void publish_sums(const ConvArg
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
-            add_to_total(p.totals + group * kTotalsStride, group_sum / H::kURange, p.to_fixed);
-            add_to_total(p.totals + group * kTotalsStride + 1, group_square / (H::kURange * H::kURange), p.to_fixed);
+            add_to_total(p.totals + group * kTotalsStride, group_sum / U::kURange, p.to_fixed);
+            add_to_total(p.totals + group * kTotalsStride + 1, group_square / (U::kURange * U::kURange), p.to_fixed);
         }
     }
 }
 
 // One warp, a lane a channel: computes the channel's norm from its group's totals, when these have the sums of all
-// bands. In 16 bits output = (u - mean_u) * factor + beta. Where v is constant that is beta exactly, as eager's output
-// is. In float32 eager is not exact either, and the subtraction would cost 1% of the time.
+// bands. In 16 bits output = (u - mean_u) * factor + beta. Where v is constant, that is beta but for a rounding. In
+// float32 the subtraction would cost 1% of the time, and eager is not as exact either.
 template <typename T> __device__ __forceinline__ void compute_norms(const ConvArguments& p, ConvShared& shared) {
-    using H = Held<T>;
+    using U = UForm<T>;
     const int c = min(threadIdx.x % 32, p.out_channels - 1);  // lanes beyond compute the last channel's norm, too
     const float gamma = value_of<T>(p.gamma, c), beta = value_of<T>(p.beta, c);
     const double mean_per_total = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
@@ -914,13 +914,13 @@ template <typename T> __device__ __forceinline__ void compute_norms(const ConvAr
         const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
         const auto [s_total, square_total] = await_totals(p.totals + group * kTotalsStride, p.bands);
         const double mean_s = sum_of_total(s_total) * mean_per_total;  // of `publish_sums`'s s
-        const double mean_u = H::kUMin + mean_s * H::kURange;
-        const double mean = H::kVOffset + H::kVPerU * mean_u;  // of v
-        const double range = H::kVPerU * H::kURange;
+        const double mean_u = U::kUMin + mean_s * U::kURange;
+        const double mean = U::kVOffset + U::kVPerU * mean_u;  // of v
+        const double range = U::kVPerU * U::kURange;
         const double variance = (sum_of_total(square_total) * mean_per_total - mean_s * mean_s) * (range * range);
         const double variance_plus_eps = (variance < 0 ? 0 : variance) + p.eps;  // max() would drop a NaN
         const float rounded = float(mean);
-        const float factor = H::kVPerU * (gamma / sqrtf(float(variance_plus_eps)));
+        const float factor = U::kVPerU * (gamma / sqrtf(float(variance_plus_eps)));
         const float middle = kIs16Bit<T> ? float(mean_u) : 0.0f;
         // With an infinite factor ATen's output, v * factor + (beta - mean * factor), is infinity - infinity: NaN.
         const float offset = isfinite(factor) ? float(beta - (mean_u - middle) * factor) : NAN;
@@ -937,7 +937,7 @@ template <typename T> __device__ __forceinline__ void compute_norms(const ConvAr
 template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
-    constexpr int kWriters = ConvConfig<T, true>::kWriters;
+    constexpr int kWriterWarps = ConvConfig<T, true>::kWriterWarps;
     // Loads of a lane, then as many stores. One at a time the kernel was 10% slower. Beyond the band's end a lane loads
     // and stores the band's last four values once more.
     constexpr int kBatch = 4;
@@ -947,7 +947,7 @@ __device__ __forceinline__ void write(
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p), c -= p.out_channels) {
         mbarrier_wait(&shared.norm_full[cursor.held_stage], cursor.held_parity);
 #pragma unroll 1
-        for (; c < p.out_channels; c += kWriters) {
+        for (; c < p.out_channels; c += kWriterWarps) {
             const Norm n = shared.norm[cursor.held_stage][c];
             auto* const own_held =
                 reinterpret_cast<const float4*>(held + (cursor.held_stage * p.out_channels + c) * p.held_plane);
@@ -982,7 +982,7 @@ template <typename T>
 __device__ __forceinline__ void write_and_measure(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     constexpr int kBatch = 4;
-    constexpr int kWriters = ConvConfig<T, false>::kWriters;
+    constexpr int kWriterWarps = ConvConfig<T, false>::kWriterWarps;
     // Whether a lane loads its next batch of grad before it computes with this one. In float32 a training step then
     // takes 0.94 of the time, in 16 bits, where a batch has half the bytes, 1.01.
     constexpr bool kAhead = !kIs16Bit<T>;
@@ -994,7 +994,7 @@ __device__ __forceinline__ void write_and_measure(
     };
     const T* const grad = static_cast<const T*>(p.grad);
     const auto prefetch = [&](int sample) {
-        const int c = writer + kWriters * lane;
+        const int c = writer + kWriterWarps * lane;
         const bool exists = sample < p.samples && c < p.out_channels;
         if (exists) prefetch_to_l2(grad + grad_band_of(sample, c), values * sizeof(T));
     };
@@ -1012,8 +1012,8 @@ __device__ __forceinline__ void write_and_measure(
         prefetch(cursor.sample + p.teams);
         mbarrier_wait(&shared.held_full[cursor.held_stage], cursor.held_parity);
 #pragma unroll 1
-        for (int c = writer; c < p.out_channels; c += kWriters) {
-            const float factor = Held<T>::kFactor * value_of<T>(p.scale, c);
+        for (int c = writer; c < p.out_channels; c += kWriterWarps) {
+            const float t_per_h = UForm<T>::kFactor * value_of<T>(p.scale, c);
             const float mean = p.statistics[int64_t(cursor.sample) * p.groups + c / p.group_channels].mean;
             const float4* const h =
                 reinterpret_cast<const float4*>(held + (cursor.held_stage * p.out_channels + c) * p.held_plane);
@@ -1029,7 +1029,7 @@ __device__ __forceinline__ void write_and_measure(
                 // The next batch is of this channel, of the warp's next, or of its first of the next sample.
                 const int next_begin = begin + kBatch * 32;
                 if (kAhead && next_begin - lane < fours) load(cursor.sample, c, next_begin);
-                else if (kAhead && c + kWriters < p.out_channels) load(cursor.sample, c + kWriters, lane);
+                else if (kAhead && c + kWriterWarps < p.out_channels) load(cursor.sample, c + kWriterWarps, lane);
                 else if (kAhead && cursor.sample + p.teams < p.samples) load(cursor.sample + p.teams, writer, lane);
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
@@ -1038,7 +1038,7 @@ __device__ __forceinline__ void write_and_measure(
                     store_pack(to + begin + 32 * k, four);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const auto [value, slope] = activation_and_slope<T>(to_float(four.value[i]) * factor);
+                        const auto [value, slope] = activation_and_slope<T>(to_float(four.value[i]) * t_per_h);
                         const float g = to_float(grads[k].value[i]);
                         sum += g;
                         product = fmaf(g, value - mean, product);
@@ -1060,19 +1060,19 @@ __device__ __forceinline__ void write_and_measure(
 }
 
 // By all threads of the grid: sets to zero what its blocks will add to or mark, which are the totals or, in the
-// backward's launch, `largest` and `recomputed`.
-template <bool NORMALIZE> __device__ __forceinline__ void set_zeros(const ConvArguments& p) {
+// backward's launch, `max_x` and `recomputed`.
+template <bool FORWARD> __device__ __forceinline__ void set_zeros(const ConvArguments& p) {
     const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
     const int threads = gridDim.y * gridDim.x * kThreads;
-    const int64_t twos = NORMALIZE ? int64_t(p.samples) * p.groups * kTotalsStride / 2 : 0;
+    const int64_t twos = FORWARD ? int64_t(p.samples) * p.groups * kTotalsStride / 2 : 0;
     for (int64_t i = thread; i < twos; i += threads) reinterpret_cast<ulonglong2*>(p.totals)[i] = make_ulonglong2(0, 0);
-    for (int i = thread; i < p.samples && !NORMALIZE; i += threads) p.largest[i] = p.recomputed[i] = 0;
+    for (int i = thread; i < p.samples && !FORWARD; i += threads) p.max_x[i] = p.recomputed[i] = 0;
 }
 
-template <typename T, bool BENCHMARK, bool NORMALIZE>
+template <typename T, bool BENCHMARK, bool FORWARD>
 __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using Config = ConvConfig<T, NORMALIZE>;
+    using Config = ConvConfig<T, FORWARD>;
     ConvArguments p = given;
     if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
     extern __shared__ __align__(128) unsigned char dynamic_shared[];
@@ -1085,15 +1085,15 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         for (int i = 0; i < kMaxHeldStages; ++i) {
             mbarrier_init(&shared.held_full[i], 128 * Config::kConsumers);
             mbarrier_init(&shared.norm_full[i], 64);
-            mbarrier_init(&shared.held_empty[i], 32 * Config::kWriters);
+            mbarrier_init(&shared.held_empty[i], 32 * Config::kWriterWarps);
         }
         fence_mbarrier_init();
     }
     const auto grid = cooperative_groups::this_grid();
-    set_zeros<NORMALIZE>(p);
+    set_zeros<FORWARD>(p);
     auto arrived = grid.barrier_arrive();
     if constexpr (!kIs16Bit<T>) {
-        prepare_scales<T, NORMALIZE>(p, shared.scales);
+        prepare_scales<T, FORWARD>(p, shared.scales);
     } else {
         if (threadIdx.x < kMaxOutChannels) shared.scales.weight[threadIdx.x] = shared.scales.input = 1;
         __syncthreads();
@@ -1107,16 +1107,16 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     const Band band = {first_row, rows, lines, (p.columns + kTaskColumns - 1) / kTaskColumns * lines};
     float* const held = reinterpret_cast<float*>(dynamic_shared + 2 * 16 * p.x_plane);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that it is warp-uniform: saves 2%
-    const int writer = warp - 4 * (Config::kConsumers + kProducers);
+    const int other_warp = warp - 4 * (Config::kConsumers + kProducers);
     if (warp < 4 * Config::kConsumers) {
-        convolve<T, NORMALIZE>(p, shared, band, dynamic_shared, held, warp);
-    } else if (writer < 0) {
-        produce_x<T, NORMALIZE>(p, shared, band, dynamic_shared);
+        convolve<T, FORWARD>(p, shared, band, dynamic_shared, held, warp);
+    } else if (other_warp < 0) {
+        produce_x<T, FORWARD>(p, shared, band, dynamic_shared);
     } else {
         fewer_registers<Config::kWriterRegisters>();
-        if constexpr (!NORMALIZE) write_and_measure<T>(p, shared, band, held, writer);
-        else if (writer < Config::kWriters) write<T>(p, shared, band, held, writer);
-        else if (writer == Config::kWriters) publish_sums<T>(p, shared);
+        if constexpr (!FORWARD) write_and_measure<T>(p, shared, band, held, other_warp);
+        else if (other_warp < Config::kWriterWarps) write<T>(p, shared, band, held, other_warp);
+        else if (other_warp == Config::kWriterWarps) publish_sums<T>(p, shared);
         else compute_norms<T>(p, shared);
     }
 #endif
@@ -1125,10 +1125,10 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // ---------------------------------------------------------------------------------------------------------------------
 // Launching it. CPP_SOURCE hands over `sizes` and `pointers`, which hold what these enums name. kSharedBytes is what a
 // block may have, and kType is x's type: 0 float, 1 half, 2 bfloat16. Pointers are to device memory. Those of x, out
-// and grad are 16-byte aligned. kGroupSums points to the totals and, behind them, the statistics; it is 256-byte
+// and grad are 16-byte aligned. kGroupData points to the totals and, behind them, the statistics; it is 256-byte
 // aligned. Only the forward uses kOut. kGradX is null where x's gradient is not wanted.
 enum Size { kSamples, kInChannels, kHeight, kWidth, kOutChannels, kGroups, kMultiprocessors, kSharedBytes, kType };
-enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kGroupSums, kWorkspace };
+enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kGroupData, kWorkspace };
 enum BackwardPointer { kGrad = kWorkspace + 1, kGradX, kSums, kGradParameters };
 
 // Sets the fields of p that bands of `rows` rows determine. Returns the bytes of dynamic shared memory that they take.
@@ -1146,7 +1146,7 @@ static int64_t set_bands(ConvArguments& p, int rows) {
 // width of 256). Then chooses the rows of a band: it starts with two and adds two while the band fits and all samples
 // together still have at least `sms` bands. `sms` is the number of multiprocessors; each runs one block. Returns the
 // bytes of dynamic shared memory.
-static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
+static int64_t plan_convolution(ConvArguments& p, int sms, int64_t shared_bytes) {
     p.held_stages = kMaxHeldStages;
     if (set_bands(p, 2) > shared_bytes) p.held_stages = 2;
     int rows = 2;
@@ -1185,7 +1185,7 @@ static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, d
     p.scale = pointers[kScale];
     p.gamma = pointers[kGamma];
     p.beta = pointers[kBeta];
-    p.totals = static_cast<unsigned long long*>(pointers[kGroupSums]);
+    p.totals = static_cast<unsigned long long*>(pointers[kGroupData]);
     p.statistics = reinterpret_cast<Statistics*>(p.totals + sizes[kSamples] * sizes[kGroups] * kTotalsStride);
     p.eps = float(eps);
     return p;
@@ -1202,13 +1202,13 @@ static bool is_benchmark(const Plan& plan) {
     return std::memcmp(&known, &plan, sizeof known) == 0;
 }
 
-// The forward or, with NORMALIZE false, h + bias. Returns a cudaError_t.
-template <typename T, bool NORMALIZE>
-static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
+// The forward or, with FORWARD false, h + bias. Returns a cudaError_t.
+template <typename T, bool FORWARD>
+static int launch_convolution(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
     const int bytes =
-        int(plan_forward(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared))));
+        int(plan_convolution(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared))));
     auto* const kernel =
-        is_benchmark(p) ? convolve_and_normalize<T, true, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
+        is_benchmark(p) ? convolve_and_normalize<T, true, FORWARD> : convolve_and_normalize<T, false, FORWARD>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
@@ -1217,12 +1217,12 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
 
 extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
-    return by_type(sizes[kType], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
+    return by_type(sizes[kType], [&](auto type) { return launch_convolution<decltype(type), true>(p, sizes, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The backward, for images of up to 256 columns. From here on h includes `bias`. Its kernels, in order:
-//   1. convolve_and_normalize, with NORMALIZE false, computes h again, to the workspace. It also finds the largest |x|
+//   1. convolve_and_normalize, with FORWARD false, computes h again, to the workspace. It also finds the largest |x|
 //      of each sample, and sums and maxima over h and grad of each band (write_and_measure).
 //   2. finish_groups adds up the bands. For each group it computes the means in the norm's gradient, and for each
 //      channel the gradients of gamma and beta and the power of two that keeps dh, the gradient of h, within fp16.
@@ -1265,22 +1265,22 @@ constexpr int kMultiplierRegisters = 168, kMakerRegisters = 88;  // of a thread;
 constexpr int kSubRowCells = 8 * kWarps + 2;  // 64, one for shifted matrices, one against bank conflicts
 constexpr int kRowCells = 4 * kSubRowCells;  // cells of a row of 8 channels, of hi or lo
 constexpr int kXRowStages = 4;  // rows of x in shared memory: three that `multiply` reads, and the next
-// Tensor cores truncate: without these two factors the gradient of the weights was too small by 2^-24 of itself on
-// average, and that of x by 2.4 * 2^-24. The first is dh's, and so raises both gradients; the second adds the 1.4.
+// Tensor cores truncate: without these two corrections the gradient of the weights was too small by 2^-24 of itself on
+// average, and that of x by 2.4 * 2^-24. The first raises dh, so both gradients; the second raises x's by 1.4 more.
 constexpr double kDhFactor = 1 + 0x1p-24;
 constexpr float kWeightExcess = 0x1.6p-24f;  // 1.375 * 2^-24: prepare_tile raises a weight by this much of itself
 static_assert(kSubRowCells % 8 == 2, "neighbouring columns are stored to different banks");
 
-// What finish_groups finds for a channel of a sample. With v and dv/dz of t = h * factor and
+// What finish_groups finds for a channel of a sample. With v and dv/dz of t = h * t_per_h and
 //     q = (gamma * grad - grad_mean - (v - mean) * grad_per_v) * dv/dz
 // dh is q * rstd * scale. grad_mean is the group's mean of gamma * grad, and grad_per_v is rstd^2 times the group's
 // mean of gamma * grad * (v - mean). `mean` is rounded to float, and grad_mean makes up for what that loses. Shared
-// memory holds dh * dh_scale * kDhFactor = q * to_fp16, in fp16, for float32 as hi and lo. `scale` is the Model's,
+// memory holds dh * dh_scale * kDhFactor = q * fp16_per_q, in fp16, for float32 as hi and lo. `scale` is the Model's,
 // dh_scale the power of two. grad_gamma and grad_beta are the sample's shares of the gradients of gamma and beta.
 struct alignas(16) Channel {
-    float factor, mean, gamma, grad_mean, grad_per_v, to_fp16, scale, rstd, dh_scale, grad_gamma, grad_beta, unused;
+    float t_per_h, mean, gamma, grad_mean, grad_per_v, fp16_per_q, scale, rstd, dh_scale, grad_gamma, grad_beta, unused;
     template <typename T> __device__ __forceinline__ float q(float h, float grad) const {
-        const auto [v, slope] = activation_and_slope<T>(h * factor);
+        const auto [v, slope] = activation_and_slope<T>(h * t_per_h);
         return fmaf(gamma, grad, -fmaf(v - mean, grad_per_v, grad_mean)) * slope;
     }
 };
@@ -1289,8 +1289,8 @@ template <typename T> struct BackwardArguments : ConvArguments {
     const T* h;  // the same memory as `out`, which the first kernel wrote
     T* grad_x;  // null: not wanted
     Channel* channels;  // (samples, out_channels)
-    // (samples, bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), then of either bias (the
-    // two have the same gradient), scale, gamma, beta.
+    // (samples, row_bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), then of either bias
+    // (the two have the same gradient), scale, gamma, beta.
     float* sums;
     int weight_count, sum_width;
     // Where a value of x is from the tensor's start on. Within a sample int is enough: it has fewer than 2^31 values.
@@ -1381,10 +1381,10 @@ __global__ void __launch_bounds__(32 * kMaxOutChannels)
     const float max_q_per_slope =
         fabsf(gamma) * largest[c][0] + fabsf(float(grad_mean)) + (kVMax - kVMin) * fabsf(float(grad_per_v));
     const double dh_per_q = double(group.rstd) * scale;
-    // to_fp16 is below 2^15 / max_q. So it is below 2^126, and finite, if max_q is at least 2^-111.
+    // fp16_per_q is below 2^15 / max_q. So it is below 2^126, and finite, if max_q is at least 2^-111.
     const double max_q = fmaxf(max_q_per_slope * largest[c][1], 0x1p-111f);
     const float dh_scale = scale_below_overflow(float(max_q * fabs(dh_per_q)));
-    channels[first + c] = {Held<T>::kFactor * scale, group.mean, gamma, float(grad_mean), float(grad_per_v),
+    channels[first + c] = {UForm<T>::kFactor * scale, group.mean, gamma, float(grad_mean), float(grad_per_v),
         float(dh_per_q * dh_scale * kDhFactor), scale, group.rstd, dh_scale, float(sums[c].product),
         float(sums[c].grad)};
 }
@@ -1407,15 +1407,15 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
         tile.channels[o] = p.channels[int64_t(band.sample) * p.out_channels + o];
     }
     __syncthreads();
-    // The largest power of two with which every finite weight, so multiplied and divided, is at most 2^15. It is kept
-    // within [2^-126, 2^126], so that 1 over it is a normal float; where that raises it, weights may overflow fp16.
+    // A power of two with which every finite weight, so multiplied and divided, is at most 2^15. It is kept within
+    // [2^-126, 2^126], so that 1 over it is a normal float; where that raises it, weights may overflow fp16.
     float grad_x_scale = 0x1p126f;
     for (int o = 0; o < p.out_channels; ++o) {
         grad_x_scale = fminf(grad_x_scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
     }
     grad_x_scale = fmaxf(grad_x_scale, 0x1p-126f);
     if (threadIdx.x == 0) {
-        tile.x_scale = scale_below_overflow(__uint_as_float(p.largest[band.sample]));
+        tile.x_scale = scale_below_overflow(__uint_as_float(p.max_x[band.sample]));
         tile.grad_x_scale = grad_x_scale;
     }
     // B of mma.sync. A lane has input channel lane / 4 and output channels o, o + 1, o + 8 and o + 9 of 16.
@@ -1530,7 +1530,7 @@ __device__ __forceinline__ void make_dh(
                         const float q = channel.template q<T>(h, grad);
                         row_sums[0][k] += q;
                         row_sums[1][k] = fmaf(q, h, row_sums[1][k]);
-                        dh[i][k] = q * channel.to_fp16;
+                        dh[i][k] = q * channel.fp16_per_q;
                     }
                 }
                 for (int i = 0; i < 2; ++i) {
@@ -1761,8 +1761,8 @@ __global__ void __launch_bounds__(1024) add_rows(const float* sums, int64_t rows
     if (lane == 0 && summed < width) to[summed] = float(all);
 }
 
-// Bands of a sample in differentiate_rows, a block each: as many as the multiprocessors can run at once, with eight
-// rows or more, as two more rows of dh are computed for each band; but a sample has at least one band.
+// Bands of a sample in differentiate_rows, a block each: as many as run at once, but at least one. Each costs two more
+// rows of dh, so where there are several, each has eight rows or more.
 static int row_bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
@@ -1780,7 +1780,7 @@ extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     const ConvArguments conv = arguments_of(pointers, sizes, 0);
-    // The workspace: channels, band_measures, h, largest, recomputed.
+    // The workspace: channels, band_measures, h, max_x, recomputed.
     const int64_t all_channels = sizes[kSamples] * sizes[kOutChannels];
     auto* const channels = static_cast<Channel*>(pointers[kWorkspace]);
     auto* const band_measures = reinterpret_cast<BandMeasures*>(channels + all_channels);
@@ -1789,15 +1789,15 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     BackwardArguments<T> p = {conv, h, static_cast<T*>(pointers[kGradX]), channels,
         static_cast<float*>(pointers[kSums]), weight_count, weight_count + 4 * conv.out_channels};
     p.out = h;
-    p.largest = reinterpret_cast<uint32_t*>(h + all_channels * p.rows * p.columns);
-    p.recomputed = p.largest + p.samples;
+    p.max_x = reinterpret_cast<uint32_t*>(h + all_channels * p.rows * p.columns);
+    p.recomputed = p.max_x + p.samples;
     p.grad = pointers[kGrad];
     p.band_measures = band_measures;
-    // For is_benchmark, and for the bands in finish_groups. launch_forward plans its own copy of p.
-    plan_forward(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
+    // For is_benchmark, and for the bands in finish_groups. launch_convolution plans its own copy of p.
+    plan_convolution(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
     const int row_bands = row_bands_of(sizes);
-    int error = launch_forward<T, false>(p, sizes, stream);
+    int error = launch_convolution<T, false>(p, sizes, stream);
     const auto kernel = is_benchmark(p) ? differentiate_rows<T, true> : differentiate_rows<T, false>;
     if (error == 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != 0) return error;
@@ -1839,7 +1839,7 @@ using TensorPair = std::tuple<Tensor, Tensor>;
 // operators `forward` and `backward` get them in one dtype. Under autocast `network` may get several.
 enum { kInput, kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kTensors };
 
-// The Model's lines, for what `are_valid` or `fits` refuses, and for gradients of gradients.
+// The Model's lines, for what `can_take` or `fits` refuses, and for gradients of gradients.
 Tensor plain(at::TensorList t, int64_t groups, double eps) {
     Tensor h = at::conv2d(t[kInput], t[kWeight], t[kConvBias]);
     h = h + t[kBias];  // line by line, so that each old h is freed when the next is there
@@ -1857,7 +1857,7 @@ bool in_order(const Tensor& t) {
 }
 // Whether our kernels take these tensors, if `fits` takes the image: all on one Hopper, of one dtype or under autocast,
 // with few channels and 3x3 weights, x and the weight contiguous. The vectors need not be contiguous.
-bool are_valid(at::TensorList t, int64_t groups) {
+bool can_take(at::TensorList t, int64_t groups) {
     const Tensor &x = t[kInput], &weight = t[kWeight];
     const bool any_dtype = at::autocast::is_autocast_enabled(at::kCUDA);
     for (const Tensor& one : t) {
@@ -1885,7 +1885,7 @@ bool fits(const Tensor& x, bool needs_grad) {
     // With fewer than 2^25 samples, samples times groups stay below 2^30: an int, and a grid of finish_groups.
     const int sms = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
     if (x.sym_size(0) >= 1 << 25 || rows > 2 * sms || columns > (needs_grad ? 254 : 350)) return false;
-    // With gradients, the partial sums must be no more values than h, if a sample is one band of differentiate_rows.
+    // With gradients, where a sample is one band of differentiate_rows, its partial sums must not outnumber its h.
     // (With more bands there are few samples, and the sums take at most about 11 MB.)
     return !needs_grad || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
 }
@@ -1922,18 +1922,18 @@ struct Arguments {
     c10::SmallVector<Tensor, 16> kept_alive;
     c10::SmallVector<void*, 16> pointers;
     std::array<int64_t, 9> sizes;
-    Arguments(at::TensorList tensors, const Tensor& out, const Tensor& group_sums) {
+    Arguments(at::TensorList tensors, const Tensor& out, const Tensor& group_data) {
         const Tensor& x = tensors[kInput];
         int type = 0;
         if (x.scalar_type() == at::kHalf) type = 1;
         if (x.scalar_type() == at::kBFloat16) type = 2;
         const cudaDeviceProp* const gpu = at::cuda::getCurrentDeviceProperties();
-        sizes = {x.size(0), x.size(1), x.size(2), x.size(3), tensors[kWeight].size(0), group_sums.size(1),
+        sizes = {x.size(0), x.size(1), x.size(2), x.size(3), tensors[kWeight].size(0), group_data.size(1),
             gpu->multiProcessorCount, int64_t(gpu->sharedMemPerBlockOptin), type};
         add(aligned(x));
         add(out);
         for (const Tensor& parameter : tensors.slice(1)) add(parameter.contiguous());
-        add(group_sums);
+        add(group_data);
     }
     void add(Tensor t) {
         pointers.push_back(t.data_ptr());
@@ -1944,20 +1944,20 @@ struct Arguments {
 TensorPair forward_cuda(at::TensorList tensors, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(tensors[kInput].device());
     TensorPair results = forward_meta(tensors, groups, eps);
-    const auto& [out, group_sums] = results;
+    const auto& [out, group_data] = results;
     if (out.numel() == 0) return results;
-    if (!fits(tensors[kInput], false)) return {plain(tensors, groups, eps), group_sums};
-    const Arguments arguments(tensors, out, group_sums);
+    if (!fits(tensors[kInput], false)) return {plain(tensors, groups, eps), group_data};
+    const Arguments arguments(tensors, out, group_data);
     const auto stream = c10::cuda::getCurrentCUDAStream();
     check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, stream));
     return results;
 }
 
-TensorPair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tensor& group_sums, bool wants_grad_x) {
+TensorPair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tensor& group_data, bool wants_grad_x) {
     const c10::cuda::CUDAGuard guard(grad.device());
-    auto [grad_x, grad_parameters] = backward_meta(grad, tensors, group_sums, wants_grad_x);
+    auto [grad_x, grad_parameters] = backward_meta(grad, tensors, group_data, wants_grad_x);
     if (grad.numel() == 0) return {grad_x, grad_parameters.zero_()};
-    Arguments arguments(tensors, grad_x, group_sums);  // kOut is not read: h is written to the workspace
+    Arguments arguments(tensors, grad_x, group_data);  // kOut is not read: h is written to the workspace
     int64_t bytes, rows;
     conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
     const Tensor sums = at::empty({rows, grad_parameters.numel()}, grad_parameters.options());
@@ -1978,22 +1978,22 @@ TensorPair call_forward(at::TensorList tensors, int64_t groups, double eps) {
     return forward.call(tensors, groups, eps);
 }
 
-// The whole network, for autograd. Saves its inputs and the groups' sums; the backward computes h again.
+// The whole network, for autograd. Saves its inputs and the groups' data; the backward computes h again.
 struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
     using Context = torch::autograd::AutogradContext;
     using Tensors = torch::autograd::variable_list;
 
     static Tensor forward(Context* context, const Tensor& x, const Tensor& weight, const Tensor& conv_bias,
         const Tensor& bias, const Tensor& scale, const Tensor& gamma, const Tensor& beta, int64_t groups, double eps) {
-        auto [out, group_sums] = call_forward({x, weight, conv_bias, bias, scale, gamma, beta}, groups, eps);
-        context->save_for_backward({x, weight, conv_bias, bias, scale, gamma, beta, group_sums});
+        auto [out, group_data] = call_forward({x, weight, conv_bias, bias, scale, gamma, beta}, groups, eps);
+        context->save_for_backward({x, weight, conv_bias, bias, scale, gamma, beta, group_data});
         context->saved_data["groups"] = groups;
         context->saved_data["eps"] = eps;
         return out;
     }
     static Tensors backward(Context* context, const Tensors& grads) {
         Tensors tensors = context->get_saved_variables(), gradients(kTensors + 2);  // two: none for groups and eps
-        const Tensor group_sums = tensors.back();
+        const Tensor group_data = tensors.back();
         tensors.pop_back();
         if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
             backward_with_graph(context, grads[0], tensors, gradients);
@@ -2002,7 +2002,7 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
         const at::AutoDispatchBelowADInplaceOrView no_autograd;
         const bool wants_grad_x = context->needs_input_grad(kInput);
-        auto [grad_x, grad_parameters] = backward.call(grads[0], tensors, group_sums, wants_grad_x);
+        auto [grad_x, grad_parameters] = backward.call(grads[0], tensors, group_data, wants_grad_x);
         if (wants_grad_x) gradients[kInput] = grad_x;
         grad_parameters = grad_parameters.to(grads[0].scalar_type());
         c10::SymInt first = 0;
@@ -2015,8 +2015,8 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         return gradients;
     }
     // By the derivatives of the Model's lines, which PyTorch can differentiate again. They are taken with respect to
-    // views of the tensors. For one tensor may have been computed from another, and that other's gradient must omit
-    // what goes through the first: autograd adds it later.
+    // views of the tensors. For tensor B may have been computed from tensor A. A's gradient must then omit what goes
+    // through B: autograd adds that later.
     static void backward_with_graph(Context* context, const Tensor& grad, Tensors& tensors, Tensors& gradients) {
         Tensors wanted;
         for (int i = 0; i < kTensors; ++i) {
@@ -2041,7 +2041,7 @@ Tensor network(const Tensor& x, const Tensor& weight, const Tensor& conv_bias, c
     needs_grad &= at::GradMode::is_enabled();
     // A program that is exported for images of any size decides when it runs, in forward_cuda.
     const bool any_size = x.sym_size(2).is_symbolic() || x.sym_size(3).is_symbolic();
-    if (!are_valid(t, groups)) return plain(t, groups, eps);
+    if (!can_take(t, groups)) return plain(t, groups, eps);
     if ((needs_grad || !any_size) && !fits(x, needs_grad)) return plain(t, groups, eps);
     if (at::autocast::is_autocast_enabled(at::kCUDA)) {  // the Model then returns float32, so the kernels do
         for (Tensor& one : t) one = one.to(at::kFloat);
@@ -2057,7 +2057,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
           "int groups, float eps) -> Tensor",
         network);
     m.def("forward(Tensor[] tensors, int groups, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor[] tensors, Tensor group_sums, bool wants_grad_x) -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor[] tensors, Tensor group_data, bool wants_grad_x) -> (Tensor, Tensor)");
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));

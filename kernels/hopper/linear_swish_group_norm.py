@@ -9,12 +9,12 @@ This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNe
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths, and ModelNew._run chooses one. The fast path is the operator below. It takes plain 2-D x and
-vectors of one value a feature, all of float32, float16 or bfloat16; groups of 64 features, and with gradients at most
-8192 features; products of at least 2^30 multiplications, each size at least 128, rows of whole 16 bytes
-(`_product_fits`); no hooks, autocast or transforms. The product runs on the 16-bit tensor cores: for float32 as three
-fp16 products, with the accuracy of float32, or as one where TF32 is allowed; for 16-bit types as one. Its epilogue does
-the rest of the forward. The plain path is the Model's own layers. Read the table of roles first, then Range, then
-`sum_products`.
+weight, and vectors of one value a feature, all of float32, float16 or bfloat16; groups of 64 features, and with
+gradients at most 8192 features; products of at least 2^30 multiplications, each size at least 128, rows of whole 16
+bytes (`_product_fits`); no hooks, autocast or transforms. The product runs on the 16-bit tensor cores: for float32 as
+three fp16 products, with the accuracy of float32, or as one where TF32 is allowed; for 16-bit types as one. Its
+epilogue does the rest of the forward. The plain path is the Model's own layers. Read the table of roles first, then
+Range, then `sum_products`.
 
 At the benchmark shape, 32768 x 1024 to 4096, the product is 275 GFLOP. For float32 it is done three times in fp16: 1.1
 ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15 GB of
@@ -74,7 +74,7 @@ template <int N> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
 // wgmma_fence: before a warpgroup's first wgmma, and after other code has written its registers. wgmma_commit ends a
-// group of wgmmas. wgmma_wait: until at most IN_FLIGHT groups, the newest ones, are unfinished.
+// group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups are unfinished.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
@@ -98,7 +98,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // of W by its scale, the power of two that brings its largest value to [2^14, 2^15). (fp16 rounds values of 65520 and
 // more to infinity.) Then it stores each scaled value v as two fp16 numbers, its pieces: hi is v rounded to fp16 and lo
 // is v - hi rounded to fp16. For v in [1, 2), say, |lo| <= 2^-11, and fp16 numbers below that are at most 2^-22 apart.
-// So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. Of the four products in
+// So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v| (small v: see Range). Of the four products in
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
@@ -139,7 +139,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another.
 // Consumers 0 and 1 fill slots in turns, the finisher empties them in the same order. A tile fills the next four slots
-// or, with OneProduct, eight. (OneProduct<__half, float> has five: its next tile waits until the finisher empties 3.)
+// or, with OneProduct, eight. (OneProduct<__half, float> has five: a tile's last three wait until three are emptied.)
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
@@ -147,10 +147,10 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
 // Range. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
-//   - The pieces of a large enough value err by at most 2^-23 of it (hi alone: 2^-11 of it). For smaller values the
-//     fixed 2^-25 is more. We call them coarse: values other than 0 below 2^-2 (hi alone: 2^-14), after scaling.
+//   - The pieces of a large enough value err by at most 2^-23 of it (hi alone: 2^-11 of it). For smaller values 2^-25
+//     is more than that. Such values, not 0 but below 2^-2 (hi alone: 2^-14) once scaled, are called coarse.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
-//     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
+//     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If |sum| is c * 2^14 or
 //     more (with hi alone c * 2), that is c * 2^-10 or more, and the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores that number times 2^14 (or 2) as the row's `doubt`. If
@@ -167,7 +167,7 @@ constexpr int kLine = 64;  // numbers, 128 bytes: the widest swizzle of TMA and 
 constexpr int kBandRows = 2048;
 constexpr int kMultiplyThreads = 512;  // four warpgroups
 struct ThreeProducts {
-    using Value = __half;
+    using Number = __half;
     using SlotValue = float;
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kLineK = kLine / kPieces;  // values in a line
@@ -181,7 +181,7 @@ struct ThreeProducts {
     static constexpr int kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;  // of a thread
 };
 template <typename T, typename S> struct OneProduct {
-    using Value = T;
+    using Number = T;
     // The type of the sums in a slot. A 16-bit type rounds each sum before the finisher adds the bias in float32. That
     // is one rounding more than in eager's addmm, which adds the bias first. All later steps are in float32, where
     // eager rounds after each.
@@ -208,8 +208,7 @@ static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, f
     "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. The finisher first multiplies
 // a sum by the row's inverse scale, at most 2^60: the result is below 2^114. Then it multiplies by the column's. That
-// overflows only if h does. A row with a larger inverse scale has infinite doubt, so that the finisher computes all its
-// sums again (multiply_rows).
+// overflows only if h does. A row with a larger inverse scale has infinite doubt, so sum_again computes all its sums.
 constexpr float kLargestInverseScale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -226,9 +225,9 @@ __device__ __forceinline__ int scale_exponent(float largest) {
 __device__ __forceinline__ void atomic_min_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int load_min_exponent(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// k, the length of a row, rounded up to whole lines.
-template <class Scheme> __host__ __device__ constexpr int64_t padded_k(int64_t k) {
-    return divide_up(k, Scheme::kLineK) * Scheme::kLineK;
+// The length of a row, rounded up to whole lines.
+template <class Scheme> __host__ __device__ constexpr int64_t padded_length(int64_t length) {
+    return divide_up(length, Scheme::kLineK) * Scheme::kLineK;
 }
 struct Add {
     __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
@@ -239,7 +238,7 @@ struct Max {
 // Reduces v by op over `threads` neighbouring threads (a power of two). Each of them gets the result. Up to 32 threads:
 // call it with whole warps; warp_values is unused. More: call it with the whole block, and give it one float of shared
 // memory a warp. The call writes these before its __syncthreads() and reads them after it, so another __syncthreads()
-// must come before they are used again. One in another call, with other warp_values, will do.
+// must come before they are used again. That of a call with other warp_values is enough.
 template <class Op> __device__ __forceinline__ float reduce_threads(float v, int threads, float* warp_values, Op op) {
     for (int offset = min(threads, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (threads <= 32) return v;
@@ -251,8 +250,8 @@ template <class Op> __device__ __forceinline__ float reduce_threads(float v, int
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the line and their lo
-// to the same line, kLineK numbers further on.
+// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the line and, of two
+// pieces, their lo to the same line, kLineK numbers further on.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kLineK = Scheme::kLineK;
@@ -274,10 +273,9 @@ struct RowScale {
     // The exponent of the scale: inverse_scale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(inverse_scale) >> 23); }
 };
-// In the backward the exponent of a scale is a sum or a difference of other exponents. It is kept within 252 = 126 +
-// 126 and -252. 2^252 and 2^-252 are no float32 numbers, so such a scale is applied as two factors, of half the
-// exponent each. No exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already
-// becomes 0 in fp16.
+// In the backward the exponent of a scale is a sum or a difference of other exponents. It is kept from -252 to 252 =
+// 126 + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
+// exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
 constexpr int kLeastExponent = -kLargestExponent;
 // What split_rows reads and writes.
@@ -285,43 +283,44 @@ struct Operand {
     const float* values;
     __half* pieces;
     int64_t rows;
-    int k;
+    int length;  // of a row
     RowScale* scales;  // Forward: row i is scaled by its own largest value. split_rows writes scales[i].
-    // Backward, where scales is null: the exponent of row i is load_min_exponent(smallest) - exponents[i] (see "From G"
-    // below). The exponent is lowered if the row's largest value would otherwise reach 2^15. That happens only to row i
-    // of x where row i of G is all zeros. The products are then 0 whatever the scale.
-    const int *smallest, *exponents;
+    // Backward, where scales is null: the exponent of row i is load_min_exponent(min_exponent) - exponents[i] (see
+    // "From G" below). It is lowered if the row's largest value would otherwise reach 2^15. That happens only to row i
+    // of x where row i of G has no finite value but 0. The products are then 0 or not finite, whatever the scale.
+    const int *min_exponent, *exponents;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int of_largest = scale_exponent(largest);
         if (scales != nullptr) return of_largest;
-        return max(min(load_min_exponent(smallest) - exponents[row], of_largest), kLeastExponent);
+        return max(min(load_min_exponent(min_exponent) - exponents[row], of_largest), kLeastExponent);
     }
 };
 constexpr int kSplitThreads = 256;
 constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
-// Splits x row by row and, from block blocks_x on, W. `threads_per_row` neighbouring threads, one to eight whole warps,
-// own a row. They read it to their registers, find its largest value, and split it from there. If it has more than 8192
-// values, they read it twice.
+// Splits `former` row by row and, from block blocks_former on, `latter`. `threads_per_row` neighbouring threads, one to
+// eight whole warps, own a row. They read it to their registers, find its largest value, and split it from there. If it
+// has more than 8192 values, they read it twice.
 // Three blocks a multiprocessor: a thread may have 65536 / 768 registers, rounded down to 80, and uses 79.
-template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(
-    const __grid_constant__ Operand x, const __grid_constant__ Operand w, int threads_per_row, unsigned blocks_x) {
+template <class Scheme>
+__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_constant__ Operand former,
+    const __grid_constant__ Operand latter, int threads_per_row, unsigned blocks_former) {
     __shared__ float warp_values[2][kSplitThreads / 32];
-    const bool is_x = blockIdx.x < blocks_x;
-    const Operand& operand = is_x ? x : w;
-    const int64_t block = is_x ? blockIdx.x : blockIdx.x - blocks_x;
+    const bool is_former = blockIdx.x < blocks_former;
+    const Operand& operand = is_former ? former : latter;
+    const int64_t block = is_former ? blockIdx.x : blockIdx.x - blocks_former;
     const int64_t row = block * (kSplitThreads / threads_per_row) + threadIdx.x / threads_per_row;
     const bool exists = row < operand.rows;
     const int thread_in_row = threadIdx.x % threads_per_row;
     const int step = threads_per_row * kSplitQuads;
-    const int padded = int(padded_k<Scheme>(operand.k));
+    const int padded = int(padded_length<Scheme>(operand.length));
     const int quads = padded / 4;
-    const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.k);
+    const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.length);
     float4 held[kSplitQuads];
     const auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
             const int at = first + thread_in_row + i * threads_per_row;
-            held[i] = exists && at < operand.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
+            held[i] = exists && at < operand.length / 4 ? values[at] : make_float4(0, 0, 0, 0);
         }
     };
     float largest = 0;  // of the finite values
@@ -374,7 +373,7 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
         : "memory");
 }
 // d = a * b^T + (accumulate ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
-// memory, K-major or MN-major (see «How an operand lies» below). Operands of the asm statement: %0 to %63 are d, %64 a,
+// memory, K-major or MN-major (see "How an operand lies" below). Operands of the asm statement: %0 to %63 are d, %64 a,
 // %65 b, %66 accumulate, %67 and %68 tell whether a and b are MN-major. The constants 1, 1 before them are the signs of
 // a and b.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -433,7 +432,7 @@ template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a ro
     }
 };
 
-// `lines`: how many lines a row of x or of W has. They are the steps along K.
+// `lines`: the steps along K, of kLineK each (see launch_multiply).
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void producer(
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int lines) {
@@ -468,9 +467,9 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //     ...
 //
 // MN-major: the values of one k, for all rows, are neighbours in device memory. In dX = G W, for example, the sum goes
-// over W's rows: k counts them, and W's columns are the "rows" here. A strip is 32 neighbouring columns of that
-// matrix, of one piece, at every k: 64 bytes a k. TMA writes strip after strip to the stage, with the 64-byte swizzle.
-// (With the 128-byte swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
+// over W's rows: a k is a row of W, and a "row" is a column of W. A strip is one piece of 32 neighbouring columns of
+// that matrix, at every k: 64 bytes a k. TMA writes strip after strip to the stage, with the 64-byte swizzle. (With the
+// 128-byte swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
 //
 //     in device memory, for each k:    | hi of rows 0-31 | lo of rows 0-31 | hi of rows 32-63 | lo of rows 32-63 | ...
 //     in a stage:   byte     0    hi of rows 0-31     k 0 | k 1 | ... | k 31      64 bytes each; 16 of K: 1024 bytes
@@ -521,11 +520,11 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void mult
 //     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
 // A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are half of octet e / 2: two
-// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. The hardware serves a warp's 16-byte loads
-// eight lanes at a time. Here these eight lanes share a row and have e = 0 to 7. For row 0, the first load reads packs
-// 0 and 2 of octets 0 to 3: eight packs, which must lie in different banks. Shared memory has 32 banks of four bytes,
-// so packs of 16 bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at
-// place p ^ slot_swizzle(j):
+// packs, t = 0 and 1 for even e, t = 2 and 3 for odd e. The hardware serves a warp's 16-byte loads eight lanes at a
+// time. Here these eight lanes share a row and have e = 0 to 7. For row 0, the first load reads packs 0 and 2 of octets
+// 0 to 3: eight packs, which must lie in different banks. Shared memory has 32 banks of four bytes, so packs of 16
+// bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^
+// slot_swizzle(j):
 //
 //     place       0    1    2    3    4    5    6    7
 //     octet 0    [0]   1   [2]   3    4    5    6    7      slot_swizzle 0
@@ -628,8 +627,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
     }
 }
 // One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper rows and 64 lower rows. The tensor cores alone
-// add them up, as in cuBLAS. What they truncate is small beside rounding to 11 bits, of the operands or
-// of 16-bit sums.
+// add them up, as in cuBLAS. What they truncate is small beside rounding to 11 bits or fewer, of the operands or of
+// 16-bit sums.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& stage_ring, int lines, uint64_t a,
     uint64_t b, float (&upper)[64], float (&lower)[64]) {
@@ -681,8 +680,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
         }
     }
 }
-// An Epilogue has the sizes of the output, m and n; load(corner), which loads what a lane needs before it waits for its
-// sums; and finish(sums, corner, loaded), which makes outputs of the lane's 4 x 8 sums and stores them.
+// An Epilogue has the output's m and n. load(lane_at) loads what a lane needs before it waits for its sums.
+// finish(sums, lane_at, loaded) makes outputs of its 4 x 8 sums and stores them. lane_at: its first row and column.
 template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -694,13 +693,13 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
             const int which_consumer = s % 2, right = s / 2 % 2, lower = s / 4;  // what the slot holds: see the table
             const int row = corner.row + which_consumer * (Scheme::kTileRows / 2) + lower * 64 + warp * 16;
             const int column = corner.column + right * 64;  // row, column: the first of this warp
-            const Corner thread_corner = {row + lane / 8, column + lane % 8 * kPer16Bytes<typename Scheme::SlotValue>};
-            const auto loaded = epilogue.load(thread_corner);  // scales, bias and more: they arrive during the wait
+            const Corner lane_at = {row + lane / 8, column + lane % 8 * kPer16Bytes<typename Scheme::SlotValue>};
+            const auto loaded = epilogue.load(lane_at);  // scales, bias and more: they arrive during the wait
             float sums[4][8];
             mbarrier_wait(&shared.slot_full[slot_ring.index], slot_ring.parity);
             load_sums(shared.slots[slot_ring.index] + warp * 256, sums);
             mbarrier_arrive(&shared.slot_empty[slot_ring.index]);
-            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sums, thread_corner, loaded);
+            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sums, lane_at, loaded);
         }
     }
 }
@@ -740,11 +739,11 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
 }
 // Stores a thread's 4 x 8 values of a slot (see load_sums). n * sizeof(T) must be a multiple of 16.
 template <typename T>
-__device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
+__device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& lane_at, int m, int n) {
 #pragma unroll
     for (int i = 0; i < 32; i += kPer16Bytes<T>) {
         const int r = i / 8, side = i % 8 / kPer16Bytes<T>;
-        const int row = corner.row + r * 4, column = corner.column + side * 32;
+        const int row = lane_at.row + r * 4, column = lane_at.column + side * 32;
         if (row >= m || column >= n) continue;
         Pack16<T> pack;
         for (int j = 0; j < kPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[r][side * kPer16Bytes<T> + j]);
@@ -758,41 +757,41 @@ template <typename T> __device__ __forceinline__ void load_eight(const T* vector
         for (int j = 0; j < kPer16Bytes<T>; ++j) to[i + j] = to_float(pack.value[j]);
     }
 }
-// The first part of each epilogue of h = x W^T + bias: it makes h of the sums. x, W and h are of type T.
+// The first part of each epilogue of h = x W^T + linear_bias: it makes h of the sums. x, W and h are of type T.
 template <typename T> struct LinearProduct {
     static constexpr bool kScaled = sizeof(T) == 4;  // 16-bit operands are multiplied as they are
-    const T *x, *weight, *bias;
+    const T *x, *weight, *linear_bias;
     T* out;
     int m, n, k;
     RowScale* scales;  // of W's n rows, then of x's m
-    struct Loaded {  // what a thread needs for its four rows and eight columns: scales, and the bias
+    struct Loaded {  // what a thread needs for its four rows and eight columns: scales, and linear_bias
         alignas(16) RowScale row_scales[4], column_scales[8];
-        alignas(16) float bias[8];
+        alignas(16) float linear_bias[8];
     };
-    __device__ __forceinline__ Loaded load(const Corner& corner) const {
+    __device__ __forceinline__ Loaded load(const Corner& lane_at) const {
         Loaded loaded;
         const RowScale* const column_scales = scales;
         const RowScale* const row_scales = column_scales + n;
-        load_eight(bias, corner.column, n, loaded.bias);
+        load_eight(linear_bias, lane_at.column, n, loaded.linear_bias);
         if constexpr (kScaled) {
-            for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(corner.row + 4 * r, m - 1)];
+            for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(lane_at.row + 4 * r, m - 1)];
             for (int i = 0; i < 8; i += 4) {  // columns as in load_eight
-                const auto* from = reinterpret_cast<const float4*>(column_scales + min(corner.column + i * 8, n - 4));
+                const auto* from = reinterpret_cast<const float4*>(column_scales + min(lane_at.column + i * 8, n - 4));
                 *reinterpret_cast<float4*>(&loaded.column_scales[i]) = from[0];
                 *reinterpret_cast<float4*>(&loaded.column_scales[i + 2]) = from[1];
             }
         }
         return loaded;
     }
-    // Makes h of a thread's sums: takes the scales out and adds the bias.
-    __device__ __forceinline__ void sums_to_h(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
+    // Makes h of a thread's sums: takes the scales out and adds linear_bias.
+    __device__ __forceinline__ void sums_to_h(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
         if constexpr (kScaled) {
-            scaled_to_h(v, corner, loaded);
+            scaled_to_h(v, lane_at, loaded);
         } else {
-            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += loaded.bias[i % 8];
+            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += loaded.linear_bias[i % 8];
         }
     }
-    __device__ __forceinline__ void scaled_to_h(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
+    __device__ __forceinline__ void scaled_to_h(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
         unsigned doubtful = 0;  // bit i is set if the sum v[i / 8][i % 8] is doubtful
         float least = INFINITY, row_doubt = -INFINITY, column_doubt = -INFINITY;
 #pragma unroll
@@ -811,24 +810,24 @@ template <typename T> struct LinearProduct {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             const float scaled = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
-            v[i / 8][i % 8] = fmaf(scaled, loaded.column_scales[i % 8].inverse_scale, loaded.bias[i % 8]);
+            v[i / 8][i % 8] = fmaf(scaled, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
         }
         // The warp computes the doubtful sums of its lanes again, one at a time.
         while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int bit = __shfl_sync(~0u, __ffs(doubtful) - 1, owner);
-            const int row = __shfl_sync(~0u, corner.row, owner) + bit / 8 * 4;
-            const int column = __shfl_sync(~0u, corner.column, owner) + bit % 8 / 4 * 32 + bit % 4;
-            const float sum = row < m && column < n ? multiply_rows(row, column) : 0;
+            const int row = __shfl_sync(~0u, lane_at.row, owner) + bit / 8 * 4;
+            const int column = __shfl_sync(~0u, lane_at.column, owner) + bit % 8 / 4 * 32 + bit % 4;
+            const float sum = row < m && column < n ? sum_again(row, column) : 0;
 #pragma unroll
             for (int i = 0; i < 32; ++i) {  // all 32, because registers cannot be indexed at run time
-                if (threadIdx.x % 32 == owner && i == bit) v[i / 8][i % 8] = sum + loaded.bias[i % 8];
+                if (threadIdx.x % 32 == owner && i == bit) v[i / 8][i % 8] = sum + loaded.linear_bias[i % 8];
             }
             if (threadIdx.x % 32 == owner) doubtful &= doubtful - 1;  // clears the lowest bit
         }
     }
-    // By a warp: the product of a row of x and a row of W, in float32.
-    __device__ __forceinline__ float multiply_rows(int64_t row, int64_t column) const {
+    // By a warp: the sum of a row of x and a row of W once more, in float32.
+    __device__ __forceinline__ float sum_again(int64_t row, int64_t column) const {
         const auto* a = reinterpret_cast<const float4*>(x + row * k);
         const auto* b = reinterpret_cast<const float4*>(weight + column * k);
         float sum[4] = {};
@@ -849,24 +848,25 @@ static int sm_count() {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
     return count;
 }
-// Splits the rows of x and of W, which have the same length. W may have no rows.
-template <class Scheme> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
+// Splits the rows of two operands of the same row length: in the forward x and W. `latter` may have no rows.
+template <class Scheme>
+static cudaError_t launch_split(const Operand& former, const Operand& latter, cudaStream_t stream) {
     int threads = 32;  // for a row
-    while (threads < kSplitThreads && threads * kSplitQuads * 4 < padded_k<Scheme>(x.k)) threads *= 2;
+    while (threads < kSplitThreads && threads * kSplitQuads * 4 < padded_length<Scheme>(former.length)) threads *= 2;
     const int rows = kSplitThreads / threads;  // of a block
-    const unsigned blocks_x = unsigned(divide_up(x.rows, rows));
-    const unsigned blocks_w = unsigned(divide_up(w.rows, rows));
-    split_rows<Scheme><<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, threads, blocks_x);
+    const unsigned blocks_former = unsigned(divide_up(former.rows, rows));
+    const unsigned blocks = blocks_former + unsigned(divide_up(latter.rows, rows));
+    split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(former, latter, threads, blocks_former);
     return cudaGetLastError();
 }
 // The 16-bit numbers of a matrix, `pitch` of them from one row to the next: pieces, or the values. TMA reads whole
 // pitches, so split_rows and the kernels that split G store zeros beyond a row's last column.
 struct Matrix {
-    const void* values;
+    const void* numbers;
     int64_t rows, pitch;
 };
-template <class Scheme> static Matrix matrix_of_pieces(const void* values, int64_t rows, int64_t columns) {
-    return {values, rows, padded_k<Scheme>(columns) * Scheme::kPieces};
+template <class Scheme> static Matrix matrix_of_pieces(const void* numbers, int64_t rows, int64_t columns) {
+    return {numbers, rows, padded_length<Scheme>(columns) * Scheme::kPieces};
 }
 // TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
 //     K-major    coordinates: number in the row, row, 0           a box: the line of 128 rows
@@ -885,7 +885,7 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* 
     cuuint64_t sizes[3] = {pitch, rows, 1};
     cuuint32_t box[3] = {kLine, 128, 1};
     CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-    CUtensorMapL2promotion from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+    CUtensorMapL2promotion l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
     if (MN_MAJOR) {
         sizes[0] = 32;
         sizes[2] = pitch / 32;
@@ -893,15 +893,15 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* 
         box[1] = Scheme::kLineK;
         box[2] = 4 * Scheme::kPieces;
         swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
-        from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+        l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
     }
     const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, of the second and the third coordinate
     const cuuint32_t steps[3] = {1, 1, 1};
-    const bool bfloat = std::is_same_v<typename Scheme::Value, __nv_bfloat16>;
+    const bool bfloat = std::is_same_v<typename Scheme::Number, __nv_bfloat16>;
     const auto type = bfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    void* const values = const_cast<void*>(matrix.values);
-    const CUresult result = encode(map, type, 3, values, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle, from_l2, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    void* const numbers = const_cast<void*>(matrix.numbers);
+    const CUresult result = encode(map, type, 3, numbers, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 // `length` is K: how many products each output sums up.
@@ -935,7 +935,7 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
         const Matrix w = {epilogue.weight, n, k};
         return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
     } else {
-        __half* const pieces_w = pieces + m * padded_k<Scheme>(k) * Scheme::kPieces;
+        __half* const pieces_w = pieces + m * padded_length<Scheme>(k) * Scheme::kPieces;
         const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n};
         const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales};
         const cudaError_t error = launch_split<Scheme>(x, w, stream);
@@ -970,8 +970,8 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 //     dX_ik = 2^-(r_i + s_W)  sum over j of  (2^(r_i + c_j) G_ij)  (2^(s_W - c_j) W_jk)          c_j cancels
 //     dW_jk = 2^-(c_j + s_x)  sum over i of  (2^(r_i + c_j) G_ij)  (2^(s_x - r_i) x_ik)          r_i cancels
 //
-// 2^s_W is the one scale for all of W: s_W (in smallest_w) is the least exponent of W's rows. 2^s_x is that for all of
-// x: s_x (in smallest_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
+// 2^s_W is the one scale for all of W: s_W (in min_exponent_w) is the least exponent of W's rows. 2^s_x is that for all
+// of x: s_x (in min_exponent_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
 //
 // Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Range), and the largest is 2^14 or
 // more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one scale for
@@ -982,7 +982,7 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // are small beside the norm of their row, and errors of dW beside the norm of all of dW. So the backward uses no
 // doubts, and computes nothing again.
 //
-//     largest value of W's row j, of W's largest:    1         2^-12     2^-24     2^-28 (one value of that row)
+//     largest of W's row j / largest of W:           1         2^-12     2^-24     2^-28 (a value in the row of 2^-24)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
 //     G's column j, scaled by 2^c_j, from 2^14:      2^14      2^14      2^2       (full precision down to 2^-2)
 constexpr int kSpareBits = 12;
@@ -990,9 +990,9 @@ struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
     const RowScale* scales;  // the forward's: of W's n rows, then of x's m rows
     int *column_exponents, *row_exponents;  // c_j and r_i
-    // Two words of atomic_min_exponent. smallest_w: for the exponents of W's rows. smallest_x: for r_i + the exponent
-    // of x's row i, where G's row is not 0.
-    int *smallest_w, *smallest_x;
+    // Two words of atomic_min_exponent. min_exponent_w: for the exponents of W's rows. min_exponent_x: for r_i + the
+    // exponent of x's row i, where G's row has a finite value other than 0.
+    int *min_exponent_w, *min_exponent_x;
 };
 // Runs after G is split. A thread finds c_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 // (gridDim.y is 64. So with 256 threads a block, 8192 columns make 2048 blocks, enough for all multiprocessors.)
@@ -1000,40 +1000,40 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
     // How many powers of two the largest value of W's row j is below the largest of all W, beyond kSpareBits.
-    const int below = split_g.scales[j].exponent() - load_min_exponent(split_g.smallest_w) - kSpareBits;
+    const int below = split_g.scales[j].exponent() - load_min_exponent(split_g.min_exponent_w) - kSpareBits;
     const int c_j = -min(max(below, 0), kSpareBits);
     if (blockIdx.y == 0) split_g.column_exponents[j] = c_j;
     const __half factor = __float2half(power_of_two(c_j));
     for (int64_t i = blockIdx.y; i < m && c_j != 0; i += gridDim.y) {
         constexpr int kLineK = Scheme::kLineK;
-        __half* const row = split_g.pieces + i * padded_k<Scheme>(n) * Scheme::kPieces;
+        __half* const row = split_g.pieces + i * padded_length<Scheme>(n) * Scheme::kPieces;
         __half* const hi = row + j / kLineK * kLine + j % kLineK;
         for (int offset = 0; offset < kLine; offset += kLineK) hi[offset] = __hmul(hi[offset], factor);  // and lo
     }
 }
-// The epilogue of dX and of dW: multiplies row i by 2^-(load_min_exponent(smallest) + exponents[i]).
+// The epilogue of dX and of dW: multiplies row i by 2^-(load_min_exponent(min_exponent) + exponents[i]).
 struct StoreGradient {
-    const int *smallest, *exponents;
+    const int *min_exponent, *exponents;
     float* out;
     int m, n;
     struct Loaded {
         float factor[4], other_factor[4];  // the power of two may not be a float32 number: see kLargestExponent
     };
-    __device__ __forceinline__ Loaded load(const Corner& corner) const {
+    __device__ __forceinline__ Loaded load(const Corner& lane_at) const {
         Loaded loaded;
         for (int r = 0; r < 4; ++r) {
-            const int exponent = -load_min_exponent(smallest) - exponents[min(corner.row + 4 * r, m - 1)];
+            const int exponent = -load_min_exponent(min_exponent) - exponents[min(lane_at.row + 4 * r, m - 1)];
             loaded.factor[r] = power_of_two(exponent / 2);
             loaded.other_factor[r] = power_of_two(exponent - exponent / 2);
         }
         return loaded;
     }
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
             value = value * loaded.factor[i / 8] * loaded.other_factor[i / 8];
         }
-        store_values(out, v, corner, m, n);
+        store_values(out, v, lane_at, m, n);
     }
 };
 
@@ -1042,12 +1042,12 @@ template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const
     float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& split_g, cudaStream_t stream) {
     const int64_t length = of_weight ? m : n;
     Operand b_operand = {other, pieces, length, int(k)};
-    b_operand.smallest = of_weight ? split_g.smallest_x : split_g.smallest_w;
+    b_operand.min_exponent = of_weight ? split_g.min_exponent_x : split_g.min_exponent_w;
     b_operand.exponents = of_weight ? split_g.row_exponents : split_g.column_exponents;
     const cudaError_t error = launch_split<Scheme>(b_operand, {}, stream);
     if (error != cudaSuccess) return error;
     const int* const exponents = of_weight ? split_g.column_exponents : split_g.row_exponents;  // dW = G^T x
-    const StoreGradient epilogue = {b_operand.smallest, exponents, out, int(of_weight ? n : m), int(k)};
+    const StoreGradient epilogue = {b_operand.min_exponent, exponents, out, int(of_weight ? n : m), int(k)};
     const Matrix a = matrix_of_pieces<Scheme>(split_g.pieces, m, n);
     const Matrix b = matrix_of_pieces<Scheme>(pieces, length, k);
     return of_weight ? launch_multiply<true, true, Scheme>(a, b, length, epilogue, stream)
@@ -1088,7 +1088,7 @@ static int split_gradient_threads(int64_t n) { return n <= 256 * kThreadColumns 
 template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradient_row(
     float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
     const int first_column = threadIdx.x * kThreadColumns;
-    const int padded = int(padded_k<Scheme>(n));
+    const int padded = int(padded_length<Scheme>(n));
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
@@ -1109,13 +1109,13 @@ template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradi
     // Submits W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 *
     // blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
     const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
-    if (j < n) atomic_min_exponent(split_g.smallest_w, split_g.scales[j].exponent());
+    if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
     if (threadIdx.x > 0) return;
     split_g.row_exponents[row] = exponent;
-    // Submits the exponents of G's row and of x's row, added up. Where G's row is 0 it submits the largest possible,
-    // which does not lower the smallest.
+    // Submits the exponents of G's row and of x's row, added up. Where G's row has no finite value but 0 it submits the
+    // largest possible, which does not lower the smallest.
     atomic_min_exponent(
-        split_g.smallest_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
+        split_g.min_exponent_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
 }
 // How many blocks group_gradients has where it splits G. Each writes its sums to partials[block][4][n]. A
 // multiprocessor runs 512 threads of it, as each takes up to 128 of the 65536 registers.
@@ -1145,10 +1145,10 @@ __device__ __forceinline__ float sigmoid(float h) {  // 1 / (1 + 2^(-h log2(e)))
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 // For 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
 // s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, and by less where s is small,
-// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager rounds s to 16 bits. At worst that
-// costs 2^-17 or more in float16 for h above -4.1 (s above 2^-6), and 2^-19 or more in bfloat16 for h above -7.6 (s
-// above 2^-11). In these ranges ours is off by less. For lower h eager's s may be more exact: below -7.6 ours is off by
-// up to 2^-19.7, and v by |h| times that.
+// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager's 16-bit s has a worst error of at
+// least 2^-17 in float16 for h above -4.1 (s above 2^-6), and 2^-19 in bfloat16 for h above -7.6 (s above 2^-11). In
+// these ranges ours is off by less. For lower h eager's s may be more exact: below -7.6 ours is off by up to 2^-19.7,
+// and v by |h| times that.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
@@ -1185,24 +1185,24 @@ template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     rstd = reciprocal_sqrt(fmaf(-mean_error, mean_error, squares) + eps);
     shift = -mean_error * rstd;
 }
-// The whole network in the product's epilogue. A slot has 64 rows of one group. Eight lanes share a row, and a lane has
+// What follows the product, as its epilogue. A slot has 64 rows of one group. Eight lanes share a row, and a lane has
 // eight columns of four rows (see load_sums). The vectors are loaded before the wait for the sums.
 template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
     T* h;  // null if it is not wanted
-    const T *extra_bias, *gamma, *beta;  // extra_bias is the Model's `bias`; LinearProduct's bias is the linear layer's
+    const T *extra_bias, *gamma, *beta;  // extra_bias is the Model's `bias`
     float eps;
     struct Loaded : LinearProduct<T>::Loaded { alignas(16) float extra_bias[8], gamma[8], beta[8]; };
-    __device__ __forceinline__ Loaded load(const Corner& corner) const {
-        Loaded loaded = {LinearProduct<T>::load(corner)};
-        load_eight(extra_bias, corner.column, this->n, loaded.extra_bias);
-        load_eight(gamma, corner.column, this->n, loaded.gamma);
-        load_eight(beta, corner.column, this->n, loaded.beta);
+    __device__ __forceinline__ Loaded load(const Corner& lane_at) const {
+        Loaded loaded = {LinearProduct<T>::load(lane_at)};
+        load_eight(extra_bias, lane_at.column, this->n, loaded.extra_bias);
+        load_eight(gamma, lane_at.column, this->n, loaded.gamma);
+        load_eight(beta, lane_at.column, this->n, loaded.beta);
         return loaded;
     }
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Loaded& loaded) const {
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
         const int m = this->m, n = this->n;
-        this->sums_to_h(v, corner, loaded);
-        if (h != nullptr) store_values(h, v, corner, m, n);
+        this->sums_to_h(v, lane_at, loaded);
+        if (h != nullptr) store_values(h, v, lane_at, m, n);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
@@ -1217,7 +1217,7 @@ template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
             const float z = fmaf(value, rstd[i / 8], shift[i / 8]);
             value = fmaf(z, loaded.gamma[i % 8], loaded.beta[i % 8]);
         }
-        store_values(this->out, v, corner, m, n);
+        store_values(this->out, v, lane_at, m, n);
     }
 };
 // Starts a copy from device memory to shared memory by the TMA unit, of a multiple of 16 bytes. `bar` counts the bytes.
@@ -1232,10 +1232,10 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 // first call only stores them. For 16-bit types a thread adds up all its rows: the gradients are rounded to 8 or 11
 // bits in the end.)
 constexpr int kRowsPerSum = 16;
-__device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, int turn) {
+__device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, bool stored_before) {
     float totals[kThreadColumns] = {};
     const int column = threadIdx.x * kThreadColumns;
-    if (turn >= kRowsPerSum && column < n) load_columns(total + column, totals);
+    if (stored_before && column < n) load_columns(total + column, totals);
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) {
         totals[i] += sums[i];
@@ -1351,7 +1351,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             float* const total = partials + (int64_t(blockIdx.x) * 4 + q) * n;
-            add_columns(total, sums[q], n, kStoresPieces ? turn : 0);
+            add_columns(total, sums[q], n, kStoresPieces && turn >= kRowsPerSum);
         }
     }
 #endif
@@ -1403,8 +1403,8 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
         if (threads == 256) kernel = group_gradients<T, 256, Scheme>;
     }
     const unsigned shared = unsigned(threads / 32 * kWarpStages * sizeof(WarpStage<T>));
-    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
+    const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, int(shared))) return error;
     kernel<<<unsigned(blocks), threads, shared, stream>>>(as(grad), as(h), as(extra_bias), as(gamma), partials, int(m),
         int(n), eps, split_g != nullptr ? *split_g : SplitGradient(), static_cast<T*>(g_out));
     if constexpr (kStoresPieces) {
@@ -1412,8 +1412,8 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
     }
     return cudaGetLastError();
 }
-// Launches group_gradients and, for float32, scale_columns. m is at least 1 and n at most 8192. mode is as that of
-// linear_swish_group_norm.
+// Launches group_gradients and, for float32, scale_columns. m is at least 1, for float32 at least 16, and n at most
+// 8192. mode is as that of linear_swish_group_norm.
 extern "C" int swish_group_gradients(int mode, const void* grad, const void* h, const void* extra_bias,
     const void* gamma, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g, void* g_out,
     cudaStream_t stream) {
@@ -1461,8 +1461,8 @@ Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
     if (!for_backward) return {out};
-    const c10::SymInt scaled = x.scalar_type() == at::kFloat ? n + m : 0;
-    return {out, at::empty_like(out), at::empty_symint({scaled, 2}, x.options())};
+    const c10::SymInt scale_rows = x.scalar_type() == at::kFloat ? n + m : 0;
+    return {out, at::empty_like(out), at::empty_symint({scale_rows, 2}, x.options())};
 }
 // The gradients of x, weight, linear_bias, bias, gamma and beta. One that is not needed comes back without elements.
 Tensors backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
@@ -1482,7 +1482,7 @@ Tensors backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Ten
 struct SplitGradient {  // as in CUDA_SOURCE
     void* pieces;
     const void* scales;
-    int *column_exponents, *row_exponents, *smallest_w, *smallest_x;
+    int *column_exponents, *row_exponents, *min_exponent_w, *min_exponent_x;
 };
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const SplitGradient* split_g, cudaStream_t stream);
@@ -1515,12 +1515,12 @@ void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Ten
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, weight);
     TORCH_CHECK(n <= 8192 && scales.size(0) == n + m, "needs n <= 8192 and scales (n + m, 2)");
-    const at::Tensor g = empty_pieces(m, n, tf32, x);
+    const at::Tensor pieces_g = empty_pieces(m, n, tf32, x);
     const at::Tensor exponents = at::zeros({n + m + 2}, x.options().dtype(at::kInt));
     int* const column_exponents = exponents.data_ptr<int>();
     int* const row_exponents = column_exponents + n;
-    const SplitGradient split_g = {
-        g.data_ptr(), scales.data_ptr(), column_exponents, row_exponents, row_exponents + m, row_exponents + m + 1};
+    const SplitGradient split_g = {pieces_g.data_ptr(), scales.data_ptr(), column_exponents, row_exponents,
+        row_exponents + m, row_exponents + m + 1};
     check_launch(find_g(&split_g));
     const auto multiply = [&](bool of_weight, const at::Tensor& other) {
         const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
@@ -1656,8 +1656,8 @@ struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
         found.resize(9);  // none for groups, eps and tf32
         return found;
     }
-    // Differentiates the Model's lines, by ATen, with respect to views of the tensors. Views, because tensor a may have
-    // been computed from tensor b. Then the gradient of b must omit what goes through a: autograd adds that later.
+    // Differentiates the Model's lines, by ATen, with respect to views of the tensors. Views, because tensor a may come
+    // from tensor b: b's gradient must then omit what goes through a, which autograd adds later.
     static Tensors differentiate_plainly(
         const at::Tensor& grad, Tensors t, int64_t groups, double eps, const std::array<bool, 6>& needs) {
         Tensors wanted, found(6);

@@ -23,9 +23,9 @@ ROWS, SWISH = "linear_instance_norm_residual", "linear_swish_group_norm"
 # Kernel files: pair, old, new, file of tests, run for the pair alone.
 KERNELS = [
     # C++ on a CPU
-    (NORM, "sum * shifted_mean) / n;", "sum * shifted_mean) / (n - 1);", "forward"),
+    (NORM, "sum * mean_minus_shift) / n;", "sum * mean_minus_shift) / (n - 1);", "forward"),
     (NORM, "std::sqrt((variance < 0 ? 0 : variance) + eps);", "std::sqrt(variance < 0 ? 0 : variance);", "forward"),
-    (NORM, "const double shifted_mean = sum / n,", "const double shifted_mean = sum / (n + 1),", "forward"),
+    (NORM, "const double mean_minus_shift = sum / n,", "const double mean_minus_shift = sum / (n + 1),", "forward"),
     (NORM, "for (int64_t i = 0; i < n; ++i) y[i]", "for (int64_t i = 0; i < n - 1; ++i) y[i]", "forward"),
     (NORM, "double sum = 0;\n        double sum_squares = 0;", "float sum = 0, sum_squares = 0;", "forward"),
     (NORM, "    if (x.numel() == 0) return y;\n    const int64_t n =", "    const int64_t n =", "forward"),
@@ -42,7 +42,7 @@ KERNELS = [
     (SWISH, "(out[i] - mean_hi - mean_lo) * a + beta[i]", "(out[i] - mean_hi - mean_lo) * a + bias[i]", "forward"),
     (SWISH, "std::abs(a) < INFINITY ? ", "true ? ", "forward"),
     (SWISH, "1 / std::sqrt(squares / width + eps)", "1 / std::sqrt(squares / width)", "forward"),
-    (SWISH, "beta32 = single(beta);", "beta32 = single(bias);", "forward"),
+    (SWISH, "beta32 = as_f32(beta);", "beta32 = as_f32(bias);", "forward"),
     (CONV, "biases[i % h.size(1)], scales", "0.0f, scales", "convolution_on_cpu"),
     (CONV, "sums.squares / n - mean * mean", "sums.squares / n", "convolution_on_cpu"),
     (CONV, "const auto rows = x.sym_size(2) - weight.sym_size(2) + 1", "const auto rows = x.sym_size(2)", "compile"),
@@ -102,7 +102,7 @@ JUDGE = [
 CUDA = [
     (NORM, "rsqrtf((variance < 0 ? 0 : variance) + eps);", "rsqrtf(variance < 0 ? 0 : variance);", "instance_norm"),
     (NORM, "offset = residual[0] * slope - residual[1];", "offset = 0;", "instance_norm"),
-    (NORM, "sum[kCount] += __popc(mask);", "sum[kCount] += kValuesPer16Bytes<T>;", "instance_norm"),
+    (NORM, "sum[kValuesAt] += __popc(mask);", "sum[kValuesAt] += kValuesPer16Bytes<T>;", "instance_norm"),
     (NORM, "sums.store(of_warp[round % 2][warp]", "sums.store(of_warp[0][warp]", "instance_norm"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.slot_full[slot_ring.index], slot_ring.parity);", "", "linear_products"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);", "",
