@@ -654,7 +654,8 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]
     if RANDOM in answer.did:
         found = (unlike(case, request, draw, model, *pair) for pair in pairs)
-        reject(replace(request, when="of several answers"), [why for each in found for why in each])
+        when = f"of several answers{' in training mode' * (How.TRAIN in request.how)}"
+        reject(replace(request, when=when), [why for each in found for why in each])
         reject(request, far_gradients(case, request, draw, model, pairs))
         return
     wrong, uncertain, firm = [], 0, False
