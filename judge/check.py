@@ -609,6 +609,7 @@ def put(case: Case, request: Request, must: bool) -> None:
 
 def shown(tree: str) -> str:
     """PyTorch's TreeSpec(list, None, [*, *]) as list[*, *]."""
+    tree = " ".join(tree.split())
     if "dict" in tree.lower():
         return tree
     return re.sub(r"TreeSpec\((\w+), None, \[", r"\1[", tree).replace("])", "]")
@@ -654,7 +655,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]
     if RANDOM in answer.did:
         found = (unlike(case, request, draw, model, *pair) for pair in pairs)
-        when = f"of several answers{' in training mode' * (How.TRAIN in request.how)}"
+        when = "in training mode, " * (How.TRAIN in request.how) + "where it draws"
         reject(replace(request, when=when), [why for each in found for why in each])
         reject(request, far_gradients(case, request, draw, model, pairs))
         return
