@@ -112,7 +112,12 @@ class Ring:
         self.last = []  # what the candidate's last answer had in these places
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
+        del old, expected, outputs, roots  # gigabytes, which others need
         settle(case.device)  # what others read is written
+
+    def give_back(self) -> None:
+        """Its memory, when all is timed: kept answers hold it by their `draw`, and float64's answers need the room."""
+        del self.slot, self.incoming, self.answers, self.old, self.fresh
 
     def hand_out(self, name: str, seconds: float) -> dict:
         """Gives a contender what is timed, which may make it compile."""
@@ -259,7 +264,7 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
             raise Rejected(f"writes the memory in which the judge hands out {name}")
     kept, request = ring.kept, ring.request
     kept["new"] += ring.repeated
-    del ring
+    ring.give_back()
     settle(case.device)
     for name, answers in kept.items():
         while answers:  # none is held when it has been looked at

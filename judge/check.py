@@ -249,7 +249,13 @@ def is_kept(before: list, now: list) -> bool:
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    return bool(gates.as_numbers(x).isfinite().all())
+    return all(bool(each.isfinite().all()) for (each,) in gates.chunks(x))
+
+
+def without_overflows(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """`new`, with the Model's value where that alone is infinite for want of range, and neither is finite."""
+    of_new, of_eager, of_exact = map(gates.as_numbers, (new, eager, exact))
+    return torch.where(of_eager.isinf() & of_exact.isfinite() & ~of_new.isfinite(), eager, new)
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
@@ -677,9 +683,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             continue
         right = exact() if inexact else None
         if right and request.both_gates:  # weights that were changed may make the Model overflow: then any may
-            of_new, of_eager, of_exact = map(gates.as_numbers, (new, eager, right[name]))
-            overflows = of_eager.isinf() & of_exact.isfinite() & ~of_new.isfinite()
-            new = torch.where(overflows, eager, new) if overflows.any() else new
+            new = new if is_finite(eager) else without_overflows(new, eager, right[name])
         found = gates.compare(new, eager, right and right[name], tolerance, scale)
         if request.both_gates and inexact and (right or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, gates.Errors()) + found
