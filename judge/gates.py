@@ -150,7 +150,7 @@ def scale_of(name: str, x: torch.Tensor) -> float:
 
 def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
     """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not, nor how
-    far they are from the Model's: as far as the Model's are for the same inputs when it draws again.
+    far they are from the Model's (of integers, how often the same): as the Model's are when it draws again.
 
     `drawn`: of several answers the candidate's and two of the Model's, from three seeds. The values of a row may depend
     on each other, as where whole channels are dropped, so a mean's standard error is also seen from row to row.
@@ -162,6 +162,7 @@ def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
         "share of finite numbers": lambda *three: [x.isfinite().double() for x in three[:2]],
         "mean square distance from the Model's": lambda *three: [x.square() for x in steps(*three)],
         "mean fourth power of the distance": lambda *three: [x.square().square() for x in steps(*three)],
+        "share within 0.5 of the Model's": lambda *three: [(x.abs() < 0.5).double() for x in steps(*three)],
     }
     for dim in range(drawn[0][0].dim()):
         figures[f"share of zeros beside a zero along dimension {dim}"] = partial(beside_zeros, dim)
@@ -169,9 +170,10 @@ def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
     said = []
     errors_allowed = STANDARD_ERRORS if len(drawn) < MANY_ANSWERS else STANDARD_ERRORS_OF_MANY
     for what, figure in figures.items():
-        (mine, error), (theirs, other_error) = map(mean_of, zip(*(figure(*three) for three in drawn)))
-        spread = errors_allowed * (error**2 + other_error**2) ** 0.5
-        if not abs(mine - theirs) <= spread + 1e-6 * abs(theirs):
+        pairs = [figure(*three) for three in drawn]
+        mine, theirs = (mean_of(answers)[0] for answers in zip(*pairs))
+        apart, error = mean_of([new - eager for new, eager in pairs])  # in pairs: inputs differ from row to row
+        if not abs(apart) <= errors_allowed * error + 1e-6 * abs(theirs):
             said.append(f"{name}: the {what} is {mine:.4g}, that of the Model's {theirs:.4g}")
     return said
 
