@@ -22,11 +22,11 @@ If 16 does not divide a slice's bytes, the limits are a little lower. In the cod
 At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
 1 MiB into 19 tiles of 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a copy of x
 does; the backward alone moves 22.5 GB. By `python harness.py instance_norm --backward --dtype float32,bfloat16` on an
-H200 ("2.31x eager": 2.31 times as fast; last line: TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
+H200 ("2.36x eager": 2.36 times as fast; last line: TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
 
-    float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.027 ms: 2.04x, 1.60x
-    bfloat16                    forward 1.803 ms: 3.73x eager, 1.66x compile    with backward 4.523 ms: 3.27x, 1.65x
-    float32, compiled for 8.0   forward 3.512 ms                                with backward 9.028 ms
+    float32                     forward 3.523 ms: 2.36x eager, 1.56x compile    with backward 9.069 ms: 2.05x, 1.58x
+    bfloat16                    forward 1.813 ms: 3.78x eager, 1.66x compile    with backward 4.565 ms: 3.31x, 1.63x
+    float32, compiled for 8.0   forward 3.521 ms                                with backward 9.075 ms
 """
 
 import contextlib
