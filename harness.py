@@ -5,8 +5,8 @@
     python harness.py hopper/NAME        the file of kernels/hopper, for compute capability 9.0
     python harness.py MODEL.py NEW.py    any two files in KernelBench's format
 
-Of each candidate a block is printed: its verdict, times, errors and reasons; in the end a table of
-all. On a terminal the last line says what is being done.
+For each candidate, direction and dtype a block is printed: verdict, times, errors, reasons; in the
+end a table of all. On a terminal the last line says what is being done.
 wrong: wrong numbers, shapes or dtypes, inputs written, time hidden or impossible, a crash, a hang.
 right: the numbers are right and timed, but it is no drop-in, for the reasons given. drop-in: right,
 and it behaves as the Model does in all else that the judge asks. build failed: the file with

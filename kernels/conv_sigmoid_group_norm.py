@@ -94,8 +94,8 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     return reciprocal;
 }
 // ACTIVATION: do not remove this marker and END. Python copies the text between them to CPP_SOURCE, for CPUs, with
-// `inline` for `__device__ __forceinline__`: any other spelling breaks the CPU build. There it can call only
-// CPP_SOURCE's own exp2_approx and reciprocal_approx (may stay unused), and <cmath>'s functions (fmaf, fabsf, expf).
+// `inline` for `__device__ __forceinline__`: any other spelling breaks the CPU build. There it may call only
+// CPP_SOURCE's own exp2_approx and reciprocal_approx (or neither), and <cmath>'s functions (fmaf, fabsf, expf).
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
 }
@@ -150,15 +150,15 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
 // by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. Let s be the first sample
-// that any block waits for. A block that has yet to publish its tile of s has only tiles of earlier samples before it,
-// and no block waits for those. So it does not wait; by (1) it runs, and will publish its tile of s. If the grid has
+// that any block waits for. Before its tile of s, a block has only tiles of earlier samples, and no block waits for
+// those. So until then it does not wait; by (1) it runs, and will publish its tile of s. If the grid has
 // fewer blocks, or the cooperative launch is refused, there are two launches: the first only publishes, the second
 // repeats the convolution and makes the output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. Three exceptions run one: (1) the
 // gradient of x without tensor cores, which keeps two sets of sums in registers, see `convolve_stage`; (2) float32 on
 // 8.0, 3x3 to at most 16 channels, such as the benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3)
-// float32, 3x3, on 8.6 or 8.9, if compiled for 8.0: at least 55 of 100 KiB. It is slower, but correct.
+// float32, 3x3 or at most 16 channels, on 8.6 or 8.9, if compiled for 8.0: 55 of 100 KiB or more. Slower, but correct.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -388,8 +388,8 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The convolution. copy_x copies all lines and columns of x that the tile's pixels depend on to shared memory, as
-// (channel, line, column); lines are kPitch apart. This copy is called `raw`. In float32 without tensor cores it is
-// `stage_x`, too: what the block convolves. In all other cases (kHasRaw) `stage_x` is a second copy, to which convert_x
+// (channel, line, column); lines are kPitch apart. This copy is called `raw`. In float32 without tensor cores the block
+// convolves it as it is, as `stage_x`. In all other cases (kHasRaw) `stage_x` is a second copy, to which convert_x
 // converts `raw`: floats or, with tensor cores, what `convolve_mma` reads. Then copy_x can fill `raw` with the next
 // stage while the block convolves `stage_x`.
 //
@@ -403,8 +403,8 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 // the product of both: x w = `unscale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
-// each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. (Rounding a product to float32 costs up to 2^-24.
-// For random numbers the median of this relative error is 2^-25.) The other is absolute: lo is rounded to a multiple of
+// each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
+// product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of
 // 2^-24, an error of up to 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo.
 // Multiplied by the other factor, which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9
 // taps adds to h an error of at most 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times
@@ -759,7 +759,7 @@ __device__ __forceinline__ void convolve_mma(
 //   tile's stages. Recompute if unscale s > kUnscaleLimit. At this limit a stage makes an error of z = h scale of at
 //   most 0.04 kUnscaleLimit < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32
 //   itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
-//   Above it, max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. A usual network's products are far smaller.
+//   That takes max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. A usual network's is far smaller.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnscaleLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
@@ -1420,9 +1420,9 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.sample_tiles) {
-        // In a grid of whole samples all tiles of a sample are computed in the same round. In any other grid some may
-        // be in one round and the rest in the next: then blocks of the first wait for the second, and the kernel takes
-        // 1.03 times as long. So the grid is of whole samples, if that leaves out at most 1/8 of the blocks.
+        // In a grid of whole samples all tiles of a sample are computed in the same round. In other grids a sample may
+        // begin in one round and end in the next: blocks of the first wait for the second, and the kernel takes 1.03
+        // times as long. So the grid is of whole samples, if that leaves out at most 1/8 of the blocks.
         const int whole_samples_grid = grid / p.sample_tiles * p.sample_tiles;
         if (8 * whole_samples_grid >= 7 * grid) grid = whole_samples_grid;
         p.mode = kFused;
@@ -2103,7 +2103,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     device, dtypes, computed_in = x.device, [x.dtype], x.dtype
     if torch.is_autocast_enabled(device.type):
         dtypes, computed_in = _GPU_DTYPES, torch.get_autocast_dtype(device.type)
-        # Ours is float32, as a GPU's group_norm is. A CPU's has the type of (h + bias) * scale.
+        # Our output is float32, as on a GPU. Eager's on a CPU has the type of (h + bias) * scale.
         if x.is_cpu and not bias.dtype == gamma.dtype == beta.dtype == torch.float32:
             return False
     if computed_in not in (_CPU_DTYPES if x.is_cpu else _GPU_DTYPES):

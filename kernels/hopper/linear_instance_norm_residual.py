@@ -237,8 +237,8 @@ struct Max {
 };
 // Reduces v by op over `threads` neighbouring threads (a power of two). Each of them gets the result. Up to 32 threads:
 // call it with whole warps; warp_values is unused. More: call it with the whole block, and give it one float of shared
-// memory a warp. The call writes these before its __syncthreads() and reads them after it, so another __syncthreads()
-// must come before they are used again. That of a call with other warp_values is enough.
+// memory a warp. The call writes these before its __syncthreads() and reads them after it, so their next use must come
+// after another __syncthreads(), such as that of a call with other warp_values.
 template <class Op> __device__ __forceinline__ float reduce_threads(float v, int threads, float* warp_values, Op op) {
     for (int offset = min(threads, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (threads <= 32) return v;
@@ -250,8 +250,8 @@ template <class Op> __device__ __forceinline__ float reduce_threads(float v, int
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the line and, of two
-// pieces, their lo to the same line, kLineK numbers further on.
+// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the line and, if
+// kPieces is 2, their lo to the same line, kLineK numbers on.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kLineK = Scheme::kLineK;
@@ -266,7 +266,7 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
     if (Scheme::kPieces == 2) to[kLineK / COUNT] = lo;
 }
 // Of a row of x or W: the inverse of its scale, and its doubt (see Range). The scaled sum of a row of x and a row of W,
-// times both inverses, is theirs in x W^T, without the bias. The sum is doubtful if its magnitude is below the two
+// times both inverses, is their value in x W^T: no bias. The sum is doubtful if its magnitude is below the two
 // doubts added up.
 struct RowScale {
     float inverse_scale, doubt;
@@ -467,7 +467,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //     ...
 //
 // MN-major: the values of one k, for all rows, are neighbours in device memory. In dX = G W, for example, the sum goes
-// over W's rows: a k is a row of W, and a "row" is a column of W. A strip is one piece of 32 neighbouring columns of
+// over W's rows: a k is a row of W, and a "row" is a column of W. A strip is hi or lo of 32 neighbouring columns of
 // that matrix, at every k: 64 bytes a k. TMA writes strip after strip to the stage, with the 64-byte swizzle. (With the
 // 128-byte swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
 //
@@ -583,8 +583,8 @@ template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>
     }
 }
 
-// wgmma_wait tells a warp that the products of its own 16 rows are done, a quarter of the warpgroup's. So each of the
-// consumers' eight warps arrives at stage_empty, and only then the producer fills the stage again.
+// After wgmma_wait a warp knows only that the products of its own 16 rows of the 64 are done. So the producer fills a
+// stage again only when each of the consumers' eight warps has arrived at stage_empty.
 template <class Scheme> __device__ __forceinline__ void free_stage(MultiplyShared<Scheme>& shared, int s) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.stage_empty[s]);
 }
@@ -975,8 +975,8 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 //
 // Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Range), and the largest is 2^14 or
 // more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one scale for
-// W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is multiplied by up to 2^12 more, so
-// it keeps at least 4 up to e = 24. G's column j is divided by the same factor and keeps at least 16 - 12 = 4. So for e
+// W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is scaled by up to 2^12 more: it keeps
+// at least 4 of these up to e = 24. G's column j is divided by the same factor and keeps at least 16 - 12 = 4. So for e
 // up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature whose weights are 10^6
 // times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times with them. Errors of dX
 // are small beside the norm of their row, and errors of dW beside the norm of all of dW. So the backward uses no
