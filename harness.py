@@ -221,6 +221,9 @@ class Judge:
                     raise torch.OutOfMemoryError from None
                 for run in at_stake:
                     run.reject(error)
+                if direction == DIRECTIONS[2]:
+                    for run in runs:  # as where --backward is not asked for
+                        run.lack(["it is wrong with a backward pass, as below"], self.options.require)
             case.listen()
             for run in at_stake:
                 run.lack(case.no_dropin, self.options.require)
