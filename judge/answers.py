@@ -24,6 +24,7 @@ RANDOM = "changes a random state"
 OF_A_LEAF = " of a leaf"
 AFTERWARDS = " afterwards"  # of a tensor of the module's state
 GRAD_MODE = "leaves it switched whether gradients are recorded"
+OWN_MODE = "leaves itself in another mode than it was called in"
 REUSED = "gives the memory of an earlier answer again"
 SHARED = "gives outputs that share memory"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
@@ -164,7 +165,7 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
         before[name] = x, x._version, x.detach().clone() if compares else x
     reseed(request.seed + APART)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
-    recorded = request.direction != "forward"
+    recorded, trains = request.direction != "forward", module.training
     calls, held, given, reused, switches = [], set(), memory_of(sets), False, False
     with torch.inference_mode() if How.INFERENCE in request.how else torch.set_grad_enabled(recorded):
         for position, i in enumerate(request.order):
@@ -188,6 +189,8 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
         did.append(RANDOM)
     if switches:
         did.append(GRAD_MODE)
+    if module.training != trains and How.THEN_EVAL not in request.how:
+        did.append(OWN_MODE)
     if any(given & memory_of(result) for _, result, *_ in calls):
         did.append("gives an input's memory as an output's")
     starts = [[x.data_ptr() for x in dense_of(result)] for _, result, *_ in calls]  # slices of one tensor have others

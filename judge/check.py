@@ -24,6 +24,7 @@ from judge import gates, switches
 from judge.answers import (
     GRAD_MODE,
     OF_A_LEAF,
+    OWN_MODE,
     RANDOM,
     REUSED,
     SHARED,
@@ -579,7 +580,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
     if How.IGNORED not in request.how:  # whose question is whether it has a training mode
-        known = [what for what in wrong if what.startswith((RANDOM, REUSED, SHARED, GRAD_MODE))]
+        known = [what for what in wrong if what.startswith((RANDOM, REUSED, SHARED, GRAD_MODE, OWN_MODE))]
         case.lacks(*known)
         wrong = [what for what in wrong if what not in known]
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
