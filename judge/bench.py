@@ -115,7 +115,7 @@ class Ring:
         del old, expected, outputs, roots  # gigabytes, which others need
         settle(case.device)  # what others read is written
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Its memory, when all is timed: kept answers hold it by their `draw`, and float64's answers need the room."""
         del self.slot, self.incoming, self.answers, self.old, self.fresh
 
@@ -264,7 +264,7 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
             raise Rejected(f"writes the memory in which the judge hands out {name}")
     kept, request = ring.kept, ring.request
     kept["new"] += ring.repeated
-    ring.give_back()
+    ring.release()
     settle(case.device)
     for name, answers in kept.items():
         while answers:  # none is held when it has been looked at

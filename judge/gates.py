@@ -170,10 +170,9 @@ def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
     said = []
     errors_allowed = STANDARD_ERRORS if len(drawn) < MANY_ANSWERS else STANDARD_ERRORS_OF_MANY
     for what, figure in figures.items():
-        pairs = [figure(*three) for three in drawn]
-        mine, theirs = (mean_of(answers)[0] for answers in zip(*pairs))
-        apart, error = mean_of([new - eager for new, eager in pairs])  # in pairs: inputs differ from row to row
-        if not abs(apart) <= errors_allowed * error + 1e-6 * abs(theirs):
+        (mine, error), (theirs, other_error) = map(mean_of, zip(*(figure(*three) for three in drawn)))
+        spread = errors_allowed * (error**2 + other_error**2) ** 0.5
+        if not abs(mine - theirs) <= spread + 1e-6 * abs(theirs):
             said.append(f"{name}: the {what} is {mine:.4g}, that of the Model's {theirs:.4g}")
     return said
 
