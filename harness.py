@@ -221,7 +221,7 @@ class Judge:
                     raise torch.OutOfMemoryError from None
                 for run in at_stake:
                     run.reject(error)
-                if direction == DIRECTIONS[2]:
+                if direction == DIRECTIONS[2] and error.kind not in ("model", "memory"):
                     for run in runs:  # as where --backward is not asked for
                         run.lack(["it is wrong with a backward pass, as below"], self.options.require)
             case.listen()
