@@ -223,7 +223,7 @@ class Judge:
                     run.reject(error)
                 if direction == DIRECTIONS[2] and error.kind not in ("model", "memory"):
                     for run in runs:  # as where --backward is not asked for
-                        run.lack(["it is wrong with a backward pass, as below"], self.options.require)
+                        run.lack(["it is wrong in forward + backward"], self.options.require)
             case.listen()
             for run in at_stake:
                 run.lack(case.no_dropin, self.options.require)
