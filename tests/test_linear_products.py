@@ -165,6 +165,22 @@ def test_networks_are_as_accurate_as_eager(case, dtype, tf32, matmul_tf32):
     assert_as_accurate_as_eager(forward, [build(case, "cuda", dtype)])
 
 
+@torch.no_grad()
+def near_4_and_cancelled(model, new, inputs):
+    """x is near 4, and the linear bias is about minus the product: what is rounded before it is added is lost."""
+    for module in (model, new):
+        linear = next(m for m in module.modules() if isinstance(m, nn.Linear))
+        linear.weight.add_(0.05)
+        linear.bias.copy_(-4 * linear.weight.double().sum(1))
+    return [4 + inputs[0] / 100, *inputs[1:]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_bias_that_cancels_the_product_costs_no_accuracy(case, dtype):
+    assert_as_accurate_as_eager(forward, draws(case, "cuda", dtype, near_4_and_cancelled))
+
+
 @pytest.mark.parametrize("case", [*CASES, SMALL], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)

@@ -182,9 +182,8 @@ struct ThreeProducts {
 };
 template <typename T, typename S> struct OneProduct {
     using Number = T;
-    // The type of the sums in a slot. A 16-bit type rounds each sum before the finisher adds the bias in float32. That
-    // is one rounding more than in eager's addmm, which adds the bias first. All later steps are in float32, where
-    // eager rounds after each.
+    // The type of the sums in a slot. Sums that a slot rounds to 16 bits start at the linear bias, as those of eager's
+    // addmm do: a large bias may cancel the product. All later steps are in float32, where eager rounds after each.
     using SlotValue = S;
     static constexpr int kPieces = 1;
     static constexpr int kLineK = kLine;
@@ -644,7 +643,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {  // 16 of K
-            const int accumulate = step > 0 ? 1 : line;  // 0 at the tile's first products: the sums start at 0
+            // 0 at the tile's first products: the sums start at 0. Those of 16 bits start at the bias: see `consumer`.
+            const int accumulate = sizeof(S) == 2 || step > 0 ? 1 : line;
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + step * kStepA, stage_b + step * kStepB, accumulate);
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(
                 lower, stage_a + step * kStepA + kLower, stage_b + step * kStepB, accumulate);
@@ -660,8 +660,17 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
     keep_below_wait(upper);
     keep_below_wait(lower);
 }
-template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void consumer(
-    MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, int lines, int warpgroup) {
+// Makes a thread's sums of 64 rows the linear bias of a tile's 128 columns. `column` is the first of these. n is even.
+template <typename T> __device__ __forceinline__ void load_bias(const T* bias, int column, int n, float (&sums)[64]) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {  // octets of columns: see store_sums
+        const int own_column = min(column + 8 * j + int(threadIdx.x) % 4 * 2, n - 2);
+        const auto two = *reinterpret_cast<const Pack<T, 2>*>(bias + own_column);
+        for (int i = 0; i < 4; ++i) sums[4 * j + i] = to_float(two.value[i % 2]);
+    }
+}
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __device__ __forceinline__ void consumer(
+    MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue, int lines, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4;
     const uint64_t a = wgmma_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * (Scheme::kTileRows / 2) * 128);
     const uint64_t b = wgmma_descriptor<MN_MAJOR_B>(shared.stages[0].b);
@@ -671,6 +680,10 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     Ring<Scheme::kSlots> slot_ring;
     slot_ring.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+        if constexpr (sizeof(typename Scheme::SlotValue) == 2) {
+            load_bias(epilogue.linear_bias, tiles.find(tile).column, epilogue.n, sums);
+            for (int i = 0; i < 64; ++i) lower_or_accumulators[i] = sums[i];
+        }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, lines, a, b, sums, lower_or_accumulators);
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot_ring.advance(2)) {
             const float* const from = s < 2 ? sums : lower_or_accumulators;
@@ -733,7 +746,7 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
         finisher(shared, tiles, epilogue);
     } else {
         more_registers<Scheme::kConsumerRegisters>();
-        consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, lines, warpgroup);
+        consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, epilogue, lines, warpgroup);
     }
 #endif
 }
@@ -769,11 +782,11 @@ template <typename T> struct LinearProduct {
         alignas(16) float linear_bias[8];
     };
     __device__ __forceinline__ Loaded load(const Corner& lane_at) const {
-        Loaded loaded;
+        Loaded loaded = {};
         const RowScale* const column_scales = scales;
         const RowScale* const row_scales = column_scales + n;
-        load_eight(linear_bias, lane_at.column, n, loaded.linear_bias);
         if constexpr (kScaled) {
+            load_eight(linear_bias, lane_at.column, n, loaded.linear_bias);
             for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(lane_at.row + 4 * r, m - 1)];
             for (int i = 0; i < 8; i += 4) {  // columns as in load_eight
                 const auto* from = reinterpret_cast<const float4*>(column_scales + min(lane_at.column + i * 8, n - 4));
@@ -783,13 +796,9 @@ template <typename T> struct LinearProduct {
         }
         return loaded;
     }
-    // Makes h of a thread's sums: takes the scales out and adds linear_bias.
+    // Makes h of a thread's sums: takes the scales out and adds linear_bias. 16-bit sums are h: see `consumer`.
     __device__ __forceinline__ void sums_to_h(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
-        if constexpr (kScaled) {
-            scaled_to_h(v, lane_at, loaded);
-        } else {
-            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += loaded.linear_bias[i % 8];
-        }
+        if constexpr (kScaled) scaled_to_h(v, lane_at, loaded);
     }
     __device__ __forceinline__ void scaled_to_h(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
         unsigned doubtful = 0;  // bit i is set if the sum v[i / 8][i % 8] is doubtful
