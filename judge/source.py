@@ -29,6 +29,7 @@ DIRECTIONS = ("forward", "forward_recorded", "forward_backward")
 
 BUILD = "build failed"
 RAISED = (Exception, SystemExit)  # what a file may raise: sys.exit() does not end the judgement
+LOADED: set[str] = set()  # paths of the files that `load` ran
 
 
 class Pair(NamedTuple):
@@ -56,6 +57,7 @@ def load(path: Path, text: str | None = None) -> ModuleType:
     beside = str(path.resolve().parent)
     if beside not in sys.path:
         sys.path.insert(0, beside)
+    LOADED.add(str(path))
     code = compile(path.read_bytes() if text is None else text, str(path), "exec")
     exec(code, vars(module))
     return module
@@ -155,9 +157,15 @@ def set_precision(level: str) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """What it says; of a lack of memory the first sentence, behind which are ten lines of figures."""
+    """What it says, and where in a loaded file; of a lack of memory the first sentence, before ten lines of figures."""
     said = traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
-    return said.partition(". ")[0] if isinstance(error, torch.OutOfMemoryError) else said
+    if isinstance(error, torch.OutOfMemoryError):
+        return said.partition(". ")[0]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in LOADED]
+    places = [f" [{Path(at.filename).name}, line {at.lineno}, in {at.name}]" for at in frames]
+    if isinstance(error, SyntaxError) and error.filename in LOADED:
+        places.append(f" [{Path(error.filename).name}, line {error.lineno}]")
+    return said + "".join(places[-1:])
 
 
 def build_failure(error: BaseException) -> str | None:
