@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import io
+import logging
 import os
 import random
 import re
@@ -27,6 +28,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 PRECISIONS = ("highest", "high")
 DIRECTIONS = ("forward", "forward_recorded", "forward_backward")
 
+# It warns of a toolkit without a GPU, which is no fault, and would stand in the middle of the line of progress.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 BUILD = "build failed"
 RAISED = (Exception, SystemExit)  # what a file may raise: sys.exit() does not end the judgement
 LOADED: set[str] = set()  # paths of the files that `load` ran
