@@ -69,6 +69,7 @@ class How(Flag):
     TWIN = auto()  # another instance, with other weights, is called first
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     ASSIGNED = auto()  # the weights are other parameters, as load_state_dict(..., assign=True) makes them
+    EXCHANGED = auto()  # the weights come by p.data = ..., as averaged ones do: neither p nor its version changes
     CHANNELS_LAST = auto()  # weights of four dimensions lie in channels-last layout
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call

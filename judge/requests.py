@@ -325,6 +325,7 @@ def requests_after(
     yield of("after it was timed")
     if direction == "forward":
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
+        yield of("other weights, by p.data = ...", how=How.EXCHANGED, weights=all_of_them, **LENIENT)
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
     for layout in [*LAYOUTS][2:]:

@@ -340,7 +340,9 @@ class Contender:
         else:
             with torch.no_grad():
                 for name, x in state_by_name(module, own).items():
-                    if How.SPARING not in how or not same_bits(x, state[name].to(x.device)):
+                    if How.EXCHANGED in how and isinstance(x, torch.nn.Parameter):
+                        x.data = state[name].to(x.device, copy=True)
+                    elif How.SPARING not in how or not same_bits(x, state[name].to(x.device)):
                         x.copy_(state[name])
 
     def call(self, request: Request, own: Own, states: list, sets: list, answers: list) -> dict:
@@ -350,6 +352,16 @@ class Contender:
         module, training = self.modules[0], bool(request.how & (How.TRAIN | How.IGNORED))
         if module.training != training:  # else not: what is made from weights at each eval() would never grow old
             module.train(training)
+
+        def call_once(instance: torch.nn.Module) -> None:
+            """What is kept of this call must not serve the one that counts."""
+            before = [(x, x.detach().clone()) for x in instance.buffers()]
+            answers_of(instance, self._own(sets), request, own)
+            restore(before)
+            self.put_back()
+
+        if How.EXCHANGED in request.how:
+            call_once(module)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip(self.modules, (states[0], states[1], states[1])):
@@ -360,12 +372,9 @@ class Contender:
             module.load_state_dict(tree_map_only(torch.Tensor, torch.clone, dict(module.state_dict())), assign=True)
             for p, _ in before_assigned.values():
                 p.data = torch.full_like(p, float("nan"))
-        if request.how & (How.TWIN | How.MOVED):  # what is kept of this call must not serve the one that counts
+        if request.how & (How.TWIN | How.MOVED):
             for instance in self.modules[1:] if How.TWIN in request.how else [module]:
-                before = [(x, x.detach().clone()) for x in instance.buffers()]
-                answers_of(instance, self._own(sets), request, own)
-                restore(before)
-                self.put_back()
+                call_once(instance)
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
             behind = 0 if is_compiled(module) else 1  # torch.compile takes aligned ones alone
