@@ -1570,7 +1570,7 @@ inline float exp2_approx(float t) {
     const float f = t - (rounded - kRound);
     float power = 1.32764725e-3f;
     for (float c : {9.67554096e-3f, 5.55071309e-2f, 2.40221202e-1f, 6.93146944e-1f, 1.00000012f}) power = power * f + c;
-    int32_t bits;
+    uint32_t bits;
     std::memcpy(&bits, &rounded, sizeof(bits));
     bits <<= 23;
     float two_to_n;
