@@ -10,14 +10,15 @@ they take only float32 without gradients. ModelNew calls PyTorch's instance_norm
 
 Every value is used for the mean and the variance and, once all of its slice has been read, again for the output. The
 GPU kernels read it from DRAM once, unless its slice is very large. In between they keep its slice on the chip, in the
-backward the slice of g, too. Mostly the slice's size decides where (on an H200; in brackets: in the backward):
+backward the slice of g, too. The slice's size decides where (on an H200; in brackets: in the backward):
 
-    up to 64 KiB (32 KiB)                       in the registers of a group of 1 to 512 threads
-    up to 6.9 MiB, in 16 bits 9.2 (4.6 MiB)     in shared memory of one or more blocks, which wait for each other's sums
-    larger, or blocks cannot all run at once    nowhere: the input is read twice
+    up to 1023 bytes, if 16 does not divide them    in shared memory of one block, together with other slices
+    others up to 64 KiB (32 KiB)                    in the registers of a group of 1 to 512 threads
+    up to 6.9 MiB, in 16 bits 9.2 (4.6 MiB)         in shared memory of blocks, which wait for each other's sums
+    larger, or blocks cannot all run at once        nowhere: the input is read twice
 
-If 16 does not divide a slice's bytes, the limits are a little lower. In the code below read "Memory" and "Sums", then
-"Small slices" or "Larger slices". `launch`, near the end, chooses a kernel.
+If 16 does not divide a slice's bytes, the last two limits are a little lower. In the code below read "Memory", "Sums"
+and "Slices in registers", then "Small slices" or "Larger slices". `launch`, near the end, chooses a kernel.
 
 At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
 1 MiB into 19 tiles of 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a copy of x
@@ -61,12 +62,11 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A thread loads and stores packs. A pack is V consecutive values, at most 16 bytes. Its address is a multiple
-// of its size, but not in shared memory if VIA_SHARED and RAGGED (see Span). A span is the packs that a slice touches,
-// from 0 on; if VIA_SHARED (see below), those of a thread's part of it. If V does not divide n, the number of a slice's
-// values, spans are RAGGED: a slice may begin and end inside a pack, and the pack's other values are its neighbours'.
-// Threads load them, too (but no values past the tensor's end), leave them out of the sums, and store only the slice's
-// own values, one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot one of another slice:
+// Memory. A thread loads and stores packs. A pack is V consecutive values, mostly 16 bytes. Its address is a multiple
+// of its size. A span is the packs of 16 bytes that a slice touches, from 0 on. If V does not divide n, the number of a
+// slice's values, spans are RAGGED: a slice may begin and end inside a pack, and the pack's other values are its
+// neighbours'. Threads load them, too (but no values past the tensor's end), leave them out of the sums, and store only
+// the slice's own values, one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot a neighbour's:
 //
 //      pack             0              1              2
 //               [ .  .  #  # ] [ #  #  #  # ] [ #  #  #  # ] [ .  .  .  . ]
@@ -81,11 +81,20 @@ template <typename T, int V> __device__ __forceinline__ float value_of(const Pac
 }
 // A bfloat16 is the upper half of a float, so here one instruction converts a value. to_float takes 1.5 on average.
 template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16, V>& pack, int i) {
+    if constexpr (V == 1) return to_float(pack.value[0]);
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
 // Holds a pack of x and, in the backward (INPUTS = 2, in the forward 1), the pack of g at the same place.
 template <typename T, int V, int INPUTS> struct Inputs { Pack<T, V> pack[INPUTS]; };
+// Reads a pack of each input from shared memory: that of x, and that of g `distance` packs after it.
+template <int INPUTS, typename T, int V> __device__ __forceinline__ Inputs<T, V, INPUTS> read(
+    const Pack<T, V>* x, int distance) {
+    Inputs<T, V, INPUTS> inputs;
+#pragma unroll
+    for (int j = 0; j < INPUTS; ++j) inputs.pack[j] = x[j * distance];
+    return inputs;
+}
 
 // What a launch computes, and what the host needs for it.
 template <typename T> struct Params {
@@ -124,16 +133,15 @@ template <int N> __device__ __forceinline__ void commit_and_wait() {
 #endif
 }
 
-// The span of a slice or, if VIA_SHARED, of a thread's part of it. If not ALIGNED, a part may begin at any value of
-// shared memory, so `load` and `store` move its values one by one.
-template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
-    // base: the index of pack 0's first value, in the tensor or, if VIA_SHARED, in the block's copy. head: how many of
-    // pack 0's values lie before the slice. last_end: how many of the last pack's values lie before the slice's end.
+template <typename T, bool RAGGED> struct Span {
+    static constexpr int V = kValuesPer16Bytes<T>;
+    // base: the index of pack 0's first value in the tensor. head: how many of pack 0's values lie before the slice.
+    // last_end: how many of the last pack's values lie before the slice's end.
     int64_t base = 0;
     int head = 0, packs = 0, last_end = V;
 
     Span() = default;
-    // The span of a slice; past the tensor's end it has no packs. An unsigned remainder by V, 2^k, is one instruction.
+    // Past the tensor's end a slice has no packs. An unsigned remainder by V, 2^k, is one instruction.
     __device__ Span(const Params<T>& params, int64_t slice) {
         if (slice >= params.slices) return;
         const int64_t begin = slice * params.n;
@@ -141,10 +149,6 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
         base = begin - head;
         packs = int((head + params.n + V - 1) / V);
         if (RAGGED) last_end = int(uint64_t(head + params.n - 1) % V) + 1;
-    }
-    // The span of a thread's part of a slice in shared memory: `values` values from params.from[j][begin] on.
-    __device__ Span(int begin, int values) : base(begin), packs((values + V - 1) / V) {
-        if (RAGGED) last_end = values - (packs - 1) * V;
     }
     // Bit i of the mask says whether value i of pack p belongs to the slice.
     __device__ unsigned mask(int p) const {
@@ -157,10 +161,7 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
     template <bool ASYNC> __device__ void load(const Params<T>& params, Pack<T, V>& to, int j, int p) const {
         const int64_t at = base + int64_t(p) * V;
         const T* const from = params.from[j] + at;
-        if constexpr (!ALIGNED) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) to.value[i] = from[i];  // the mask leaves out those of other spans
-        } else if (RAGGED && at + V > params.slices * params.n) {
+        if (RAGGED && at + V > params.slices * params.n) {
             // The tensor ends inside this pack. Load the values that exist, at once even if ASYNC.
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -176,7 +177,7 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
     __device__ void store(const Params<T>& params, const Pack<T, V>& pack, int p) const {
         T* const to = params.to + base + int64_t(p) * V;
         const unsigned mask = this->mask(p);
-        if (ALIGNED && mask == kWholePack<V>) {
+        if (mask == kWholePack<V>) {
             *reinterpret_cast<Pack<T, V>*>(to) = pack;
             return;
         }
@@ -194,28 +195,24 @@ template <typename T, int V, bool RAGGED, bool ALIGNED = true> struct Span {
 // is noise around 10000. Only a sample's sums and the double sums of large slices use the slice's first value.
 
 // Adds the values of `inputs`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
-// It first adds up the values of a pack of 16 bytes, and then adds that to `sum`. So fewer roundings follow each other.
+// It first adds up the values of a pack, and then adds that to `sum`. So fewer roundings follow each other.
 template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__ void add_to_sums(
     float* sum, const Inputs<T, V, INPUTS>& inputs, unsigned mask, const float (&shift)[INPUTS]) {
-    constexpr bool kHas16Bytes = V == kValuesPer16Bytes<T>;
     float of_pack[2 * INPUTS] = {};
-    float* const accumulator = kHas16Bytes ? of_pack : sum;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
         if (RAGGED && !(mask >> i & 1)) continue;
         const float d = value_of(inputs.pack[0], i) - shift[0];
-        accumulator[0] += d;
-        accumulator[1] = fmaf(d, d, accumulator[1]);
+        of_pack[0] += d;
+        of_pack[1] = fmaf(d, d, of_pack[1]);
         if constexpr (INPUTS == 2) {
             const float e = value_of(inputs.pack[1], i) - shift[1];
-            accumulator[2] += e;
-            accumulator[3] = fmaf(d, e, accumulator[3]);
+            of_pack[2] += e;
+            of_pack[3] = fmaf(d, e, of_pack[3]);
         }
     }
 #pragma unroll
-    for (int k = 0; k < 2 * INPUTS; ++k) {
-        if constexpr (kHas16Bytes) sum[k] += of_pack[k];
-    }
+    for (int k = 0; k < 2 * INPUTS; ++k) sum[k] += of_pack[k];
 }
 
 // A Normalizer turns a slice's values into its outputs. A float is not exact enough for a mean: the mean of x is
@@ -264,40 +261,21 @@ template <int INPUTS> struct Normalizer {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Small slices are kept in registers. A group of threads has a slice, and each of its threads has up to PACKS packs of
-// it. The number of a group's threads is a power of two from 1 to 512. (If slices are exactly one or two packs, a group
-// has two slices, and a thread one pack of each. For 4 x 4 in bfloat16 this takes 0.92 of the time of one slice a
-// group.) All arithmetic is in float. First the group takes a sample of the values, and uses the sample's means of x
-// and g as the shifts. Then it computes the sums around the shifts, and from these a Normalizer.
+// Slices in registers. A group of threads has a slice, and each of its threads holds up to PACKS packs of it. The
+// number of a group's threads is a power of two from 1 to 512. All arithmetic is in float. First the group takes a
+// sample of the values, and uses the sample's means of x and g as the shifts. Then it computes the sums around the
+// shifts, and from these a Normalizer.
 //
 // In float32 the sample is the whole slice, so the shift is the mean up to rounding, and the sum of d corrects that. In
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
 // from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
-// most (1 + n / k) * v. A thread has at most 16 packs, one of them in the sample, so n / k is at most 16 and the factor
-// at most 17. A neighbour's value in pack 0 counts as the slice's first value; the factor is then at most 23. So
-// subtracting mean(d)^2 loses less than 5 of a float's 24 bits. If all of x is equal, the shift is exact, and y is 0.
-//
-// In a slice of up to 240 values that is RAGGED in packs of 16 bytes, the first and the last pack are a large part, and
-// each may belong to several slices. So such slices go through shared memory: they are VIA_SHARED. A block's slices are
-// one run of memory. All threads copy it, 16 bytes at a time:
-//
-//      global memory    | slice 0 | slice 1 | slice 2 | ...
-//            |            copied by all threads together
-//      shared memory    | slice 0 | slice 1 | slice 2 | ...      a thread has neighbouring values of its group's slice,
-//            |            taken by the thread that has them      an odd number of packs or, if RAGGED, of values, so
-//      registers          group 0   group 1   group 2            that few of a group's lanes share a bank
-//
-// A thread's values there are a span of their own, RAGGED only at its end. The thread stores its outputs to shared
-// memory, where its values of x were. Then all threads copy the run to the output in global memory. In 16 bits, if n is
-// at most 4096 and a multiple of 4 but not of 8, packs have 8 bytes, and none has neighbours' values. These slices,
-// too, are VIA_SHARED if n is at most 240.
+// most (1 + n / k) * v. A thread has at most 8 packs, one of them in the sample, so n / k is at most 8 and the factor
+// at most 9. A neighbour's value in pack 0 counts as the slice's first value; the factor is then at most 13. So
+// subtracting mean(d)^2 loses less than 4 of a float's 24 bits. If all of x is equal, the shift is exact, and y is 0.
 
+constexpr int kBlockThreads = 128;  // the threads of a block, unless a group has more
 constexpr int kMaxGroupThreads = 512;
-constexpr int kHeldBytes = 128;  // the most bytes that a thread holds, unless VIA_SHARED; in the backward half are g's
-// The most values of a VIA_SHARED slice. 17 x 17 values of 16 bits would take 1.2 times as long if VIA_SHARED. A thread
-// has room for at least 31 values or for the whole slice, so a group needs at most 8 threads. A block of 128 threads
-// then has a multiple of 16 slices, so its run begins at a multiple of 16 bytes.
-constexpr int kMaxViaSharedValues = 240;
+constexpr int kHeldBytes = 128;  // the most bytes that a thread holds; in the backward half are g's
 
 // Adds up each of COUNT values over `lanes` neighbouring lanes, a power of two. All lanes of the warp call it. The
 // neighbours get the same bits, since in every step two lanes exchange their values, and a + b = b + a.
@@ -310,7 +288,7 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
 // The same over a group of `group_threads` threads. All threads of the block call it. If a group has several warps,
 // lane 0 of each stores the warp's sums, and after the barrier each warp adds up those of the group. Calls with the
 // same COUNT share one of_warp. For groups of several warps, a kernel may therefore make only one call per COUNT: a
-// second could overwrite sums that a slow warp still reads. (A group with two slices has at most two threads.)
+// second could overwrite sums that a slow warp still reads.
 template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int group_threads) {
     __shared__ float of_warp[kMaxGroupThreads / 32][COUNT];
     if (group_threads <= 32) return add_over_lanes(value, group_threads);
@@ -326,6 +304,36 @@ template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int g
     add_over_lanes(value, warps);
 }
 
+// Computes the Normalizer of a slice. All threads of the block call it. shift: at first the slice's first values.
+// add(sum, shift, of_sample) adds a thread's values to `sum` as add_to_sums does; if of_sample, only those in the
+// sample. add_over_slice(sums) adds up sums over all threads that share a slice. inverse_sample: 1 / k.
+template <typename T, int INPUTS, typename Add, typename AddOverSlice>
+__device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>& params, float inverse_sample,
+    float (&shift)[INPUTS], const Add& add, const AddOverSlice& add_over_slice) {
+    // Move the shifts to the sample's means, up to a small error. Each thread divides its own sums before these are
+    // added up, because a total could overflow.
+    float of_sample[2 * INPUTS] = {};  // only the sums of d and e are used: the compiler drops the others
+    add(of_sample, shift, true);
+    float mean_minus_shift[INPUTS];
+#pragma unroll
+    for (int j = 0; j < INPUTS; ++j) mean_minus_shift[j] = of_sample[2 * j] * inverse_sample;
+    add_over_slice(mean_minus_shift);
+#pragma unroll
+    for (int j = 0; j < INPUTS; ++j) shift[j] += mean_minus_shift[j];
+
+    const float inverse_n = float(params.inverse_n);
+    float sum[2 * INPUTS] = {};
+    add(sum, shift, false);
+#pragma unroll
+    for (int k = 1; k < 2 * INPUTS; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
+    // The sums of d and e are divided later, in Normalizer. Their totals cannot overflow, because the shifts are near
+    // the means now. Divided per thread, the smallest sums would underflow to 0.
+    add_over_slice(sum);
+    Normalizer<INPUTS> normalizer;
+    normalizer.set(sum, shift, inverse_n, params.eps);
+    return normalizer;
+}
+
 // The asm statement has no instructions, but tells the compiler that it changes the packs. Otherwise the compiler would
 // convert the values to float once, for the sums, and keep the floats in registers until the output. It may do so if a
 // thread has at most 16 values. For more it would have too few registers, and would spill them.
@@ -338,125 +346,134 @@ template <typename T, int V, int INPUTS, int PACKS> __device__ __forceinline__ v
     }
 }
 
-// The block copies a run of values to shared memory, or back: first packs of 16 bytes and then, one by one, the values
-// left over. Only the tensor's last run has such values.
-template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from, int values) {
-    constexpr int V = kValuesPer16Bytes<T>;
-    for (int i = threadIdx.x * V; i + V <= values; i += blockDim.x * V) {
-        if constexpr (ASYNC) copy_async(to + i, from + i);
-        else *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
-    }
-    for (int i = values / V * V + threadIdx.x; i < values; i += blockDim.x) to[i] = from[i];
-}
-
-constexpr int kMinBlockThreads = 128;  // the threads of a block, unless a group has more
-// The least number of threads resident on an SM, if each thread holds BYTES bytes of packs. With 65536 registers an SM,
-// this limits a thread to 40, 64 or 96 registers. BYTES exceeds 128 only if VIA_SHARED.
-#if __CUDA_ARCH__ == 750  // an SM has at most 1024 threads
-template <size_t BYTES> constexpr int kMinThreadsPerSm = BYTES <= 128 ? 1024 : 640;
-#else
-template <size_t BYTES> constexpr int kMinThreadsPerSm = BYTES <= 32 ? 1536 : BYTES <= 128 ? 1024 : 640;
-#endif
-
-template <typename T, int V, int INPUTS, int SLICES, int PACKS, bool RAGGED, bool VIA_SHARED,
-    int MAX_THREADS = VIA_SHARED ? kMinBlockThreads : kMaxGroupThreads>
-__global__ void __launch_bounds__(MAX_THREADS, kMinThreadsPerSm<sizeof(T) * V * INPUTS * SLICES * PACKS> / MAX_THREADS)
+template <typename T, int INPUTS, int PACKS, bool RAGGED>
+__global__ void __launch_bounds__(kMaxGroupThreads, 1024 / kMaxGroupThreads)
     norm_in_registers(const Params<T> params, int log_group_threads) {
-    constexpr int kSums = 2 * INPUTS;
+    constexpr int V = kValuesPer16Bytes<T>;
     constexpr int kSamplePacks = sizeof(T) == 4 ? PACKS : 1;  // the packs of a thread that are in the sample
     // A block has `groups` groups of `group_threads` threads. The thread is number `rank` of group `group`.
     const int group_threads = 1 << log_group_threads, rank = threadIdx.x & (group_threads - 1);
     const int groups = blockDim.x >> log_group_threads, group = threadIdx.x >> log_group_threads;
-    const int64_t first_slice = int64_t(blockIdx.x) * groups * SLICES;  // the block's first slice
-    const int n = int(params.n);
-    Params<T> block_params = params;  // if VIA_SHARED: of only the block's slices, in shared memory; outputs replace x
-    // If VIA_SHARED, a thread has this many of a slice's values, or fewer at the slice's end. It is an odd number of
-    // packs or, if RAGGED, of values, as the picture says.
-    constexpr int kUnit = RAGGED ? 1 : V;
-    const int values_per_thread = (((n / kUnit + group_threads - 1) >> log_group_threads) | 1) * kUnit;
-    if constexpr (VIA_SHARED) {
-        extern __shared__ __align__(128) uint4 shared[];
-        block_params.slices = min(int64_t(groups), params.slices - first_slice);
-        block_params.to = reinterpret_cast<T*>(shared);
-#pragma unroll
-        for (int j = 0; j < INPUTS; ++j) {
-            T* const run = block_params.to + j * groups * n;
-            copy_run<true>(run, params.from[j] + first_slice * params.n, int(block_params.slices) * n);
-            block_params.from[j] = run;
-        }
-        commit_and_wait<0>();
-        __syncthreads();
-    }
-    using HeldSpan = Span<T, V, RAGGED, !(VIA_SHARED && RAGGED)>;
-    HeldSpan span[SLICES];
-    Inputs<T, V, INPUTS> held[SLICES][PACKS];
-    if constexpr (VIA_SHARED && RAGGED) memset(held, 0, sizeof(held));  // otherwise float16 spills registers
-    // Calls use(i, p) for each pack that the thread has of its s-th slice: its i-th, which is the span's p-th. With two
-    // slices the thread always has one pack of each: a group past the tensor's end takes the last slice once more, and
-    // stores the same bits to the same place.
-    const auto for_each_pack = [&](int s, const auto& use) {
+    const Span<T, RAGGED> span(params, int64_t(blockIdx.x) * groups + group);
+    // Calls use(i, p) for each pack that the thread has: its i-th, which is the span's p-th.
+    const auto for_each_pack = [&](const auto& use) {
 #pragma unroll
         for (int i = 0; i < PACKS; ++i) {
-            const int p = VIA_SHARED ? i : rank + i * group_threads;
-            if (SLICES > 1 || p < span[s].packs) use(i, p);
+            const int p = rank + i * group_threads;
+            if (p < span.packs) use(i, p);
         }
     };
-    float shift[SLICES][INPUTS];
+    Inputs<T, V, INPUTS> held[PACKS];
+    for_each_pack([&](int i, int p) {
 #pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-        if constexpr (VIA_SHARED) {
-            const int start = min(rank * values_per_thread, n);
-            span[s] = HeldSpan(group * n + start, group < block_params.slices ? min(n - start, values_per_thread) : 0);
-        } else {
-            const int64_t slice = first_slice + s * groups + group;
-            span[s] = HeldSpan(params, SLICES > 1 ? min(slice, params.slices - 1) : slice);
-        }
-        for_each_pack(s, [&](int i, int p) {
+        for (int j = 0; j < INPUTS; ++j) span.template load<false>(params, held[i].pack[j], j, p);
+    });
+    float shift[INPUTS];
 #pragma unroll
-            for (int j = 0; j < INPUTS; ++j) span[s].template load<false>(block_params, held[s][i].pack[j], j, p);
-        });
-#pragma unroll
-        for (int j = 0; j < INPUTS; ++j) {  // at first the shift is the slice's first value
-            const int64_t first_index = VIA_SHARED ? group * n : span[s].base + span[s].head;
-            shift[s][j] = VIA_SHARED || span[s].packs > 0 ? to_float(block_params.from[j][first_index]) : 0;
-        }
+    for (int j = 0; j < INPUTS; ++j) {
+        shift[j] = span.packs > 0 ? to_float(params.from[j][span.base + span.head]) : 0;
     }
-    // Wait before outputs replace x: other threads read the first value, and up to V - 1 values past their own.
-    if constexpr (VIA_SHARED) __syncthreads();
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-        // Move the shifts to the sample's means, up to the small error of __fdividef. Each thread divides its own sums
-        // before these are added up, because a total could overflow.
-        float of_sample[kSums] = {};  // only the sums of d and e are used: the compiler drops the others
-        for_each_pack(s, [&](int i, int p) {
-            if (i < kSamplePacks) add_to_sums<RAGGED>(of_sample, held[s][i], span[s].mask(p), shift[s]);
+    const auto add = [&](float* sum, const float (&shift)[INPUTS], bool of_sample) {
+        for_each_pack([&](int i, int p) {
+            if (!of_sample || i < kSamplePacks) add_to_sums<RAGGED>(sum, held[i], span.mask(p), shift);
         });
-        const float inverse_sample = __fdividef(1, float(min(int64_t(group_threads * kSamplePacks * V), params.n)));
-        float mean_minus_shift[INPUTS];
-#pragma unroll
-        for (int j = 0; j < INPUTS; ++j) mean_minus_shift[j] = of_sample[2 * j] * inverse_sample;
-        add_over_group(mean_minus_shift, group_threads);
-#pragma unroll
-        for (int j = 0; j < INPUTS; ++j) shift[s][j] += mean_minus_shift[j];
-        make_opaque(held[s]);
+        make_opaque(held);
+    };
+    const int sample_values = min(group_threads * kSamplePacks * V, int(params.n));
+    const float inverse_sample = kSamplePacks == PACKS ? float(params.inverse_n) : __fdividef(1, float(sample_values));
+    const auto normalizer = compute_normalizer(
+        params, inverse_sample, shift, add, [&](auto& sums) { add_over_group(sums, group_threads); });
+    for_each_pack([&](int i, int p) { span.store(params, normalizer(held[i]), p); });
+}
 
-        const float inverse_n = float(params.inverse_n);
-        float sum[kSums] = {};
-        for_each_pack(s, [&](int i, int p) { add_to_sums<RAGGED>(sum, held[s][i], span[s].mask(p), shift[s]); });
+// ---------------------------------------------------------------------------------------------------------------------
+// Small slices have at most 1023 bytes, and 16 does not divide these. The packs of 16 bytes that such a slice shares
+// with its neighbours are a large part of it. So a block copies a run of memory, its slices, to shared memory, 16 bytes
+// at a time. There its threads replace x by the outputs, and then it copies the run to the output.
+//
+// The threads read the run word by word. A word is a pack of 4 bytes: one value, or two of 16 bits. A slice of an odd
+// number of such values begins or ends inside a word. There it has a single value, which is in none of its words:
+//
+//      words of 16-bit values    [ #  # ][ #  # ][ #  . ][ .  . ][ .  . ][ #  # ][ #  # ][ #  . ][ .  . ] ...
+//      slices (n = 5)              0                   1                   2                   3
+//
+// A slice's words are cut into 1 to 8 parts, one for each of its threads, all but the last of the same odd number of
+// words. Neighbouring threads have the same part of neighbouring slices, so few threads of a warp share a bank. A
+// thread holds no values, but reads them again for each step. In 16 bits the sample has the first 4 words of each part.
+// A slice has less than 32 words for each of its parts, so n / k is less than 8.
+
+constexpr int kMaxSmallBytes = 1023, kMaxPartWords = 33;
+
+// The block copies a run of values to shared memory, or back: first packs of 16 bytes and then, one by one, the values
+// left over. Only the tensor's last run has such values: a block has a multiple of 16 slices.
+template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from, int values) {
+    constexpr int V = kValuesPer16Bytes<T>;
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+    for (int i = thread * V; i + V <= values; i += threads * V) {
+        if constexpr (ASYNC) copy_async(to + i, from + i);
+        else *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    }
+    for (int i = values / V * V + thread; i < values; i += threads) to[i] = from[i];
+}
+// Adds up each of COUNT values over the parts of a slice. All threads of the block call it, once for each COUNT.
+template <int COUNT> __device__ void add_over_parts(float (&value)[COUNT]) {
+    __shared__ float of_thread[COUNT][kBlockThreads];
+    if (blockDim.y == 1) return;
 #pragma unroll
-        for (int k = 1; k < kSums; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
-        // The sums of d and e are divided later, in Normalizer. Their totals cannot overflow, because the shifts are
-        // near the means now. Divided per thread, the smallest sums would underflow to 0.
-        add_over_group(sum, group_threads);
-        Normalizer<INPUTS> normalizer;
-        normalizer.set(sum, shift[s], inverse_n, params.eps);
-        make_opaque(held[s]);
-        for_each_pack(s, [&](int i, int p) { span[s].store(block_params, normalizer(held[s][i]), p); });
+    for (int k = 0; k < COUNT; ++k) of_thread[k][threadIdx.y * blockDim.x + threadIdx.x] = value[k];
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) value[k] = 0;
+#pragma unroll 1
+    for (int part = 0; part < blockDim.y; ++part) {
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) value[k] += of_thread[k][part * blockDim.x + threadIdx.x];
     }
-    if constexpr (VIA_SHARED) {
-        __syncthreads();
-        copy_run<false>(params.to + first_slice * params.n, block_params.to, int(block_params.slices) * n);
-    }
+}
+
+// The thread has part threadIdx.y of the block's slice threadIdx.x.
+template <typename T, int INPUTS>
+__global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
+    norm_small_slices(const Params<T> params, int part_words) {
+    constexpr int W = 4 / sizeof(T);  // the values of a word
+    constexpr int kSampleWords = sizeof(T) == 4 ? kMaxPartWords : 4;  // the words of a part that are in the sample
+    const int n = int(params.n), words = n / W;
+    const int64_t first_slice = int64_t(blockIdx.x) * blockDim.x;
+    // The run of x and, in the backward, the run of g, `room` values after it. The last block may have fewer slices
+    // than blockDim.x. Its other threads compute with whatever is there, and nobody copies their outputs.
+    extern __shared__ __align__(128) uint4 shared[];
+    T* const run = reinterpret_cast<T*>(shared);
+    const int room = blockDim.x * n, run_values = int(min(int64_t(blockDim.x), params.slices - first_slice)) * n;
+#pragma unroll
+    for (int j = 0; j < INPUTS; ++j) copy_run<true>(run + j * room, params.from[j] + first_slice * n, run_values);
+    commit_and_wait<0>();
+    __syncthreads();
+
+    T* const slice = run + threadIdx.x * n;
+    const int head = threadIdx.x * n % W;  // 1 if the slice begins inside a word
+    Pack<T, W>* const word = reinterpret_cast<Pack<T, W>*>(slice + head);
+    Pack<T, 1>* const single = reinterpret_cast<Pack<T, 1>*>(head == 0 ? slice + n - 1 : slice);
+    const int begin = min(threadIdx.y * part_words, words), end = min(begin + part_words, words);
+    // Calls use(x, inputs) for each of the thread's words before `limit` and, in part 0, for the single value if there
+    // is one. x points to it in the run of x.
+    const auto for_each_pack = [&](int limit, const auto& use) {
+#pragma unroll 4
+        for (int w = begin; w < limit; ++w) use(&word[w], read<INPUTS>(&word[w], room / W));
+        if (n % W != 0 && threadIdx.y == 0) use(single, read<INPUTS>(single, room));
+    };
+    float shift[INPUTS];
+#pragma unroll
+    for (int j = 0; j < INPUTS; ++j) shift[j] = to_float(slice[j * room]);
+    const auto add = [&](float* sum, const float (&shift)[INPUTS], bool of_sample) {
+        for_each_pack(of_sample ? min(begin + kSampleWords, end) : end,
+            [&](auto*, const auto& inputs) { add_to_sums<false>(sum, inputs, 0, shift); });
+    };
+    const int sample_values = min(int(blockDim.y) * kSampleWords, words) * W + n % W;
+    const auto normalizer = compute_normalizer(
+        params, __fdividef(1, float(sample_values)), shift, add, [](auto& sums) { add_over_parts(sums); });
+    for_each_pack(end, [&](auto* x, const auto& inputs) { *x = normalizer(inputs); });
+    __syncthreads();
+    copy_run<false>(params.to + first_slice * n, run, run_values);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -604,7 +621,7 @@ template <int kSums> __device__ double add_published(const double* from, int til
 // first_pack, first_pack + 32, ..., all below end_pack.
 template <typename T, int INPUTS, bool RAGGED, int PACKS> struct Tile {
     int slice = -1, index = 0, first_pack = 0, end_pack = 0;
-    Span<T, kValuesPer16Bytes<T>, RAGGED> span;
+    Span<T, RAGGED> span;
     // The slice's first value of each input. A thread that converted it to float here would wait for the load in
     // every round, and the bfloat16 backward would take 1.03 times as long (with slices of 40 KiB 1.2 times).
     T first_value[INPUTS] = {};
@@ -614,7 +631,7 @@ template <typename T, int INPUTS, bool RAGGED, int PACKS> struct Tile {
         if (tile >= int(params.slices) * tiling.tiles_per_slice) return;
         slice = tile / tiling.tiles_per_slice;
         index = tile % tiling.tiles_per_slice;
-        span = Span<T, kValuesPer16Bytes<T>, RAGGED>(params, slice);
+        span = Span<T, RAGGED>(params, slice);
         first_pack = index * tiling.packs_per_tile + int(threadIdx.x) / 32 * 32 * PACKS + int(threadIdx.x) % 32;
         end_pack = min((index + 1) * tiling.packs_per_tile, span.packs);
 #pragma unroll
@@ -638,12 +655,6 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
     const auto stage = [&](int round) {
         return reinterpret_cast<Pack<T, V>*>(stages) + (warp * STAGES + round % STAGES) * PACKS * INPUTS * 32 + lane;
-    };
-    const auto read = [&](const Pack<T, V>* from) {
-        Inputs<T, V, INPUTS> inputs;
-#pragma unroll
-        for (int j = 0; j < INPUTS; ++j) inputs.pack[j] = from[j * 32];
-        return inputs;
     };
     // A slice's section of the workspace.
     const auto section_of = [&](int slice) { return params.workspace + int64_t(slice) * tiling.section_doubles; };
@@ -669,12 +680,12 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
                 const int at = i * INPUTS * 32;  // where the warp's i-th packs are in its part of a stage
                 const int summed_pack = summed.first_pack + i * 32;
                 const unsigned mask = summed_pack < summed.end_pack ? summed.span.mask(summed_pack) : 0;
-                const Inputs<T, V, INPUTS> inputs = read(summed_slot + at);
+                const Inputs<T, V, INPUTS> inputs = read<INPUTS>(summed_slot + at, 32);
                 if (i == 0) sums.choose_shift(inputs, mask);
                 if (mask != 0) sums.add(inputs, mask);
                 const int written_pack = written.first_pack + i * 32;
                 if (writes_output && written_pack < written.end_pack) {
-                    written.span.store(params, normalizer(read(slot + at)), written_pack);
+                    written.span.store(params, normalizer(read<INPUTS>(slot + at, 32)), written_pack);
                 }
                 const int p = arriving.first_pack + i * 32;
 #pragma unroll
@@ -717,21 +728,22 @@ static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The most packs that a slice of n values can touch.
 template <int V, bool RAGGED> static int64_t max_packs(int64_t n) { return (n + (RAGGED ? 2 * V - 2 : 0)) / V; }
 
-// A group has as few threads as can hold a slice. `room`: how many packs a thread may get. If VIA_SHARED it counts
-// values: an odd number of packs (if RAGGED, of values), so one less than the even number that fits.
-template <typename T, int V, int INPUTS, int SLICES, int PACKS, bool RAGGED, bool VIA_SHARED>
-static cudaError_t launch_in_registers(const Params<T>& params) {
-    const int64_t room = VIA_SHARED ? PACKS * V - (RAGGED ? 1 : V) : PACKS;
-    const int64_t needed = VIA_SHARED ? params.n : max_packs<V, RAGGED>(params.n);
+// A group has as few threads as can hold a slice.
+template <typename T, int INPUTS, int PACKS, bool RAGGED>
+static cudaError_t launch_in_registers(const Params<T>& params, int64_t packs) {
     int log_group_threads = 0;
-    while ((room << log_group_threads) < needed) ++log_group_threads;
-    const int block_threads = std::max(kMinBlockThreads, 1 << log_group_threads);
-    const int groups = block_threads >> log_group_threads;
-    // V more values, because a thread's last pack may end up to V - 1 values past the run, and `load` reads them, too.
-    const int shared_bytes = VIA_SHARED ? (groups * int(params.n) * INPUTS + V) * int(sizeof(T)) : 0;
-    const unsigned grid = unsigned(divide_up(params.slices, groups * SLICES));
-    const auto kernel = norm_in_registers<T, V, INPUTS, SLICES, PACKS, RAGGED, VIA_SHARED>;
-    kernel<<<grid, block_threads, shared_bytes, params.stream>>>(params, log_group_threads);
+    while ((PACKS << log_group_threads) < packs) ++log_group_threads;
+    const int block_threads = std::max(kBlockThreads, 1 << log_group_threads);
+    const unsigned grid = unsigned(divide_up(params.slices, block_threads >> log_group_threads));
+    norm_in_registers<T, INPUTS, PACKS, RAGGED><<<grid, block_threads, 0, params.stream>>>(params, log_group_threads);
+    return cudaGetLastError();
+}
+template <typename T, int INPUTS> static cudaError_t launch_small_slices(const Params<T>& params) {
+    const int bytes = int(params.n * sizeof(T)), words = bytes / 4;  // of a slice
+    const int parts = words / 32 + 1, slices = kBlockThreads / parts / 16 * 16;
+    const int part_words = int(divide_up(words, parts)) | 1, shared_bytes = slices * bytes * INPUTS;
+    const unsigned grid = unsigned(divide_up(params.slices, slices));
+    norm_small_slices<T, INPUTS><<<grid, dim3(slices, parts), shared_bytes, params.stream>>>(params, part_words);
     return cudaGetLastError();
 }
 template <typename T, int INPUTS, bool RAGGED, int STAGES>
@@ -780,7 +792,7 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
 
 template <typename T, int INPUTS, bool RAGGED> static cudaError_t launch(const Params<T>& params) {
     constexpr int V = kValuesPer16Bytes<T>, kHeldPacks = kHeldBytes / 16 / INPUTS;  // kHeldPacks: per thread and input
-    const int64_t n = params.n, packs = max_packs<V, RAGGED>(n);
+    const int64_t packs = max_packs<V, RAGGED>(params.n);
     if (packs > kMaxGroupThreads * kHeldPacks) {
         // In float32 four stages are faster than three (H200, slices of 1 MiB: 0.98 of the time, backward 0.93). In 16
         // bits three are faster than four (0.95, backward 0.88), since the workers have more to do for each byte. But
@@ -792,24 +804,16 @@ template <typename T, int INPUTS, bool RAGGED> static cudaError_t launch(const P
         }
         return launch_in_many_blocks<T, INPUTS, RAGGED, kStages>(params, packs);
     }
-    // launch_in_registers<T, V, INPUTS, SLICES, PACKS, RAGGED, VIA_SHARED>: a group has SLICES slices, and a thread up
-    // to PACKS packs of each. On the right: an image of bfloat16 whose forward takes this line.
-    if constexpr (!RAGGED) {
-        if (packs <= 2) return launch_in_registers<T, V, INPUTS, 2, 1, false, false>(params);  // 4 x 4
-        if (packs <= 16) return launch_in_registers<T, V, INPUTS, 1, 2, false, false>(params);  // 8 x 8
-        if (packs <= 512) return launch_in_registers<T, V, INPUTS, 1, 4, false, false>(params);  // 16 x 16
+    // launch_in_registers<T, INPUTS, PACKS, RAGGED>: a thread has up to PACKS packs. On the right: an image of bfloat16
+    // whose forward takes this line.
+    if constexpr (RAGGED) {
+        if (params.n * sizeof(T) <= kMaxSmallBytes) return launch_small_slices<T, INPUTS>(params);  // 7 x 7, 14 x 14
     } else {
-        const bool via_shared = n <= kMaxViaSharedValues;
-        if constexpr (V == 8) {
-            if (n % 4 == 0 && n <= 4096) {
-                if (via_shared) return launch_in_registers<T, 4, INPUTS, 1, 16, false, true>(params);  // 14 x 14
-                return launch_in_registers<T, 4, INPUTS, 1, 8, false, false>(params);  // 18 x 18
-            }
-        }
-        if (n < kHeldPacks * V) return launch_in_registers<T, V, INPUTS, 1, kHeldPacks, true, true>(params);  // 7 x 7
-        if (via_shared) return launch_in_registers<T, V, INPUTS, 1, 8, true, true>(params);  // 15 x 15
+        if (packs <= 2) return launch_in_registers<T, INPUTS, 1, false>(params, packs);  // 4 x 4
+        if (packs <= 16) return launch_in_registers<T, INPUTS, 2, false>(params, packs);  // 8 x 8
+        if (packs <= 512) return launch_in_registers<T, INPUTS, 4, false>(params, packs);  // 16 x 16
     }
-    return launch_in_registers<T, V, INPUTS, 1, kHeldPacks, RAGGED, false>(params);  // 17 x 17, 128 x 128
+    return launch_in_registers<T, INPUTS, kHeldPacks, RAGGED>(params, packs);  // 31 x 31, 128 x 128
 }
 
 // dtype: 0 float32, 1 float16, 2 bfloat16. It writes the output to `out` or, if grad is not null, the gradient of x. If
