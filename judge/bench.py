@@ -224,7 +224,8 @@ class Ring:
 
     def repeats(self) -> bool:
         """Whether an answer has what the last one had, wherever it was sampled."""
-        values = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in self.answers]  # PyTorch 2.8 has no float8[]
+        # As bytes, since PyTorch 2.8 does not index float8.
+        values = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in self.answers]
         found = [x.reshape(-1)[places] for x, places in zip(values, self.places)]
         before, self.last = self.last, found
         return bool(before) and all(map(same_bits, found, before))
