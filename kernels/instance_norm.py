@@ -23,11 +23,11 @@ and "Slices in registers", then "Small slices" or "Larger slices". `launch`, nea
 At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
 1 MiB into 19 tiles of 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a copy of x
 does; the backward alone moves 22.5 GB. By `python harness.py instance_norm --backward --dtype float32,bfloat16` on an
-H200 ("2.36x eager": 2.36 times as fast; last line: TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
+H200 ("2.34x eager": 2.34 times as fast; last line: TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
 
-    float32                     forward 3.523 ms: 2.36x eager, 1.56x compile    with backward 9.069 ms: 2.05x, 1.58x
-    bfloat16                    forward 1.813 ms: 3.78x eager, 1.66x compile    with backward 4.565 ms: 3.31x, 1.63x
-    float32, compiled for 8.0   forward 3.521 ms                                with backward 9.075 ms
+    float32                     forward 3.519 ms: 2.34x eager, 1.56x compile    with backward 9.070 ms: 2.05x, 1.58x
+    bfloat16                    forward 1.808 ms: 3.79x eager, 1.67x compile    with backward 4.569 ms: 3.30x, 1.63x
+    float32, compiled for 8.0   forward 3.521 ms                                with backward 9.072 ms
 """
 
 import contextlib
