@@ -4,26 +4,29 @@
     y = (x - mean) * rstd,    rstd = 1 / sqrt(var + eps)
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
-mean and var are those of a slice: the H x W values of one sample and channel. var is the biased variance. On a GPU of
+mean and var are those of a slice: the H x W values of one image and channel. var is the biased variance. On a GPU of
 compute capability 7.5 or more (`fits` does not check that) the kernels take float32, float16 and bfloat16. On a CPU
 they take only float32 without gradients. ModelNew calls PyTorch's instance_norm for everything else (see `fits`).
 
 Every value is used for the mean and the variance and, once all of its slice has been read, again for the output. The
-GPU kernels read it from DRAM once, unless its slice is very large. In between they keep its slice on the chip, in the
-backward the slice of g, too. The slice's size decides where (on an H200; in brackets: in the backward):
+GPU kernels read it from DRAM once, unless its slice is very large. Until they write the output, they keep the slice (in
+the backward also that of g) on the chip. The slice's size decides where (on an H200; in brackets: in the backward):
 
     up to 1023 bytes, if 16 does not divide them    in shared memory of one block, together with other slices
     others up to 64 KiB (32 KiB)                    in the registers of a group of 1 to 512 threads
-    up to 6.9 MiB, in 16 bits 9.2 (4.6 MiB)         in shared memory of blocks, which wait for each other's sums
-    larger, or blocks cannot all run at once        nowhere: the input is read twice
+    up to 6.9 MiB, 9.2 in 16 bits (both: 4.6)       in shared memory of blocks, which wait for each other's sums
+    larger, or if blocks cannot all run at once     nowhere: the input is read twice
 
-If 16 does not divide a slice's bytes, the last two limits are a little lower. In the code below read "Memory", "Sums"
-and "Slices in registers", then "Small slices" or "Larger slices". `launch`, near the end, chooses a kernel.
+If 16 does not divide a slice's bytes, the limits from 32 KiB on are a little lower. `ModelNew.forward` calls
+InstanceNorm.apply or, without gradients, the operator `forward`. On a GPU that is run_on_gpu in CPP_SOURCE. It calls
+`instance_norm`, the last function of CUDA_SOURCE. `launch`, above it, chooses a kernel. In CUDA_SOURCE read "Memory",
+"Sums" and "Slices in registers", then "Small slices" or "Larger slices".
 
 At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
-1 MiB into 19 tiles of 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a copy of x
-does; the backward alone moves 22.5 GB. By `python harness.py instance_norm --backward --dtype float32,bfloat16` on an
-H200 ("2.34x eager": 2.34 times as fast; last line: TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
+1 MiB into 19 tiles of up to 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a
+copy of x does; the backward alone moves 22.5 GB. On an H200 `python harness.py instance_norm --backward --dtype
+float32,bfloat16` found ("2.34x eager" is 2.34 times as fast as eager; the last line is with
+TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
 
     float32                     forward 3.519 ms: 2.34x eager, 1.56x compile    with backward 9.070 ms: 2.05x, 1.58x
     bfloat16                    forward 1.808 ms: 3.79x eager, 1.67x compile    with backward 4.569 ms: 3.30x, 1.63x
@@ -63,10 +66,10 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory. A thread loads and stores packs. A pack is V consecutive values, mostly 16 bytes. Its address is a multiple
-// of its size. A span is the packs of 16 bytes that a slice touches, from 0 on. If V does not divide n, the number of a
-// slice's values, spans are RAGGED: a slice may begin and end inside a pack, and the pack's other values are its
-// neighbours'. Threads load them, too (but no values past the tensor's end), leave them out of the sums, and store only
-// the slice's own values, one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot a neighbour's:
+// of its size. A span is the packs of 16 bytes that a slice touches, numbered from 0. If V does not divide n, the
+// number of a slice's values, spans are RAGGED: a slice may begin and end inside a pack, whose other values are its
+// neighbours'. A thread loads such a pack whole (but nothing past the tensor's end), adds up only the slice's own
+// values, and stores these one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot a neighbour's:
 //
 //      pack             0              1              2
 //               [ .  .  #  # ] [ #  #  #  # ] [ #  #  #  # ] [ .  .  .  . ]
@@ -141,7 +144,7 @@ template <typename T, bool RAGGED> struct Span {
     int head = 0, packs = 0, last_end = V;
 
     Span() = default;
-    // Past the tensor's end a slice has no packs. An unsigned remainder by V, 2^k, is one instruction.
+    // Past the tensor's end a slice has no packs. An unsigned remainder by V, a power of two, is one instruction.
     __device__ Span(const Params<T>& params, int64_t slice) {
         if (slice >= params.slices) return;
         const int64_t begin = slice * params.n;
@@ -190,9 +193,10 @@ template <typename T, bool RAGGED> struct Span {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
-// x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. Sums in
-// float use shifts near the means. Then mean(d) is small, and subtracting mean(d)^2 loses little precision, even if x
-// is noise around 10000. Only a sample's sums and the double sums of large slices use the slice's first value.
+// x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. If the
+// shift is near the mean, mean(d) is small, and subtracting mean(d)^2 loses little precision, even if x is noise around
+// 10000. Two kinds of sums use the slice's first value instead: those that find a shift, and the double sums of larger
+// slices.
 
 // Adds the values of `inputs`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
 // It first adds up the values of a pack, and then adds that to `sum`. So fewer roundings follow each other.
@@ -224,7 +228,7 @@ template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__
 template <int INPUTS> struct Normalizer {
     float mean[INPUTS], rstd, slope, offset;
 
-    // moments: the slice's sums of d, of d * d / n, and in the backward of e and of d * e / n. Real is float or double.
+    // moments: sum of d, (sum of d * d) / n, in the backward sum of e, (sum of d * e) / n. Real is float or double.
     template <typename Real> __device__ void set(
         const Real (&moments)[2 * INPUTS], const float (&shift)[INPUTS], Real inverse_n, float eps) {
         Real mean_minus_shift[INPUTS];  // mean(d), mean(e)
@@ -270,10 +274,13 @@ template <int INPUTS> struct Normalizer {
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
 // from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
 // most (1 + n / k) * v. A thread has at most 8 packs, one of them in the sample, so n / k is at most 8 and the factor
-// at most 9. A neighbour's value in pack 0 counts as the slice's first value; the factor is then at most 13. So
-// subtracting mean(d)^2 loses less than 4 of a float's 24 bits. If all of x is equal, the shift is exact, and y is 0.
+// at most 9. In RAGGED spans the sample's d of up to 7 neighbours' values in pack 0 counts as that of the slice's first
+// value, 0. There k is at least 128, as these slices have more than 1023 bytes; the factor is then at most 1 + 8 * (1 +
+// 7 * 8 / 128) = 12.5. So subtracting mean(d)^2 loses less than 4 of a float's 24 bits. If all of x is equal, the shift
+// is exact, and y is 0.
 
-constexpr int kBlockThreads = 128;  // the threads of a block, unless a group has more
+// The threads of a block of norm_in_registers, unless a group has more, and the most of norm_small_slices.
+constexpr int kBlockThreads = 128;
 constexpr int kMaxGroupThreads = 512;
 constexpr int kHeldBytes = 128;  // the most bytes that a thread holds; in the backward half are g's
 
@@ -304,14 +311,14 @@ template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int g
     add_over_lanes(value, warps);
 }
 
-// Computes the Normalizer of a slice. All threads of the block call it. shift: at first the slice's first values.
-// add(sum, shift, of_sample) adds a thread's values to `sum` as add_to_sums does; if of_sample, only those in the
-// sample. add_over_slice(sums) adds up sums over all threads that share a slice. inverse_sample: 1 / k.
+// Computes the Normalizer of a slice. All threads of the block call it. shift: the slice's first values; they become
+// the sample's means. add(sum, shift, of_sample) adds a thread's values to `sum` as add_to_sums does; if of_sample,
+// only those in the sample. add_over_slice(sums) adds up sums over all threads of a slice. inverse_sample: 1 / k.
 template <typename T, int INPUTS, typename Add, typename AddOverSlice>
 __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>& params, float inverse_sample,
     float (&shift)[INPUTS], const Add& add, const AddOverSlice& add_over_slice) {
     // Move the shifts to the sample's means, up to a small error. Each thread divides its own sums before these are
-    // added up, because a total could overflow.
+    // added up, because a total could overflow sooner.
     float of_sample[2 * INPUTS] = {};  // only the sums of d and e are used: the compiler drops the others
     add(of_sample, shift, true);
     float mean_minus_shift[INPUTS];
@@ -335,8 +342,8 @@ __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>
 }
 
 // The asm statement has no instructions, but tells the compiler that it changes the packs. Otherwise the compiler would
-// convert the values to float once, for the sums, and keep the floats in registers until the output. It may do so if a
-// thread has at most 16 values. For more it would have too few registers, and would spill them.
+// compute what the sums and the output share (x as a float, d) once, and keep it in registers until the output. With at
+// most 16 values a thread that is good. With more it has too few registers, and would spill them.
 template <typename T, int V, int INPUTS, int PACKS> __device__ __forceinline__ void make_opaque(
     Inputs<T, V, INPUTS> (&held)[PACKS]) {
     if constexpr (PACKS * INPUTS * V > 16) {
@@ -395,17 +402,20 @@ __global__ void __launch_bounds__(kMaxGroupThreads, 1024 / kMaxGroupThreads)
 // number of such values begins or ends inside a word. There it has a single value, which is in none of its words:
 //
 //      words of 16-bit values    [ #  # ][ #  # ][ #  . ][ .  . ][ .  . ][ #  # ][ #  # ][ #  . ][ .  . ] ...
-//      slices (n = 5)              0                   1                   2                   3
+//      slices (n = 5)              0 (#)               1 (.)               2 (#)               3 (.)
 //
-// A slice's words are cut into 1 to 8 parts, one for each of its threads, all but the last of the same odd number of
-// words. Neighbouring threads have the same part of neighbouring slices, so few threads of a warp share a bank. A
-// thread holds no values, but reads them again for each step. In 16 bits the sample has the first 4 words of each part.
-// A slice has less than 32 words for each of its parts, so n / k is less than 8.
+// A slice's words are cut into 1 to 8 parts, one for each of its threads, all but the last of the same number of words.
+// Neighbouring threads have the same part of neighbouring slices. The number is odd, so that the parts of a warp that
+// has two or more begin in different banks: at most 2 of its threads share a bank, in 16 bits 4. A thread holds no
+// values, but reads them three times: for the sample, the sums and the output. In float32 the sample is the whole
+// slice, in 16 bits the first 4 words of each part and the single value. A slice has less than 32 words for each of its
+// parts, so n / k is less than 8.
 
-constexpr int kMaxSmallBytes = 1023, kMaxPartWords = 33;
+constexpr int kMaxSmallBytes = 1023, kMaxPartWords = 33;  // 255 words in 8 parts: 32, and odd
 
 // The block copies a run of values to shared memory, or back: first packs of 16 bytes and then, one by one, the values
-// left over. Only the tensor's last run has such values: a block has a multiple of 16 slices.
+// left over. Only the tensor's last run has such values. A block has a multiple of 16 slices, so every run begins at a
+// multiple of 16 bytes.
 template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from, int values) {
     constexpr int V = kValuesPer16Bytes<T>;
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
@@ -455,7 +465,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
     Pack<T, 1>* const single = reinterpret_cast<Pack<T, 1>*>(head == 0 ? slice + n - 1 : slice);
     const int begin = min(threadIdx.y * part_words, words), end = min(begin + part_words, words);
     // Calls use(x, inputs) for each of the thread's words before `limit` and, in part 0, for the single value if there
-    // is one. x points to it in the run of x.
+    // is one. x points to that word or value in the run of x.
     const auto for_each_pack = [&](int limit, const auto& use) {
 #pragma unroll 4
         for (int w = begin; w < limit; ++w) use(&word[w], read<INPUTS>(&word[w], room / W));
@@ -481,7 +491,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 // the tile's output. The tiles of all slices are numbered, slice after slice. In each round a block begins a tile:
 //
 //      tile    0   1   2   3   4   5   6   7   8  ...      tile = 3 * slice + index; here a slice has 3 tiles
-//      slice   0   0   0   1   1   1   2   2   2           block b takes tiles b, b + gridDim.x, ...
+//      slice   0   0   0   1   1   1   2   2   2
+//
+// Block b takes tiles b, b + gridDim.x, b + 2 * gridDim.x and so on:
 //
 //      3 stages       round 0     1         2         3         4         5
 //      1st tile       arrives   summed     waits    written
@@ -492,15 +504,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 // one for each warp. The tile that arrives in a round goes to the stage that the tile written in that round leaves. A
 // block's last warp is its reducer, and the others are workers. A worker warp has up to kThreadPacks * 32 packs of
 // every tile, and each lane every 32nd of them. In a round a worker thread goes over its packs once. At each of them it
-//   1. reads the tile that is summed from shared memory, and adds its values to the thread's sums;
-//   2. reads the tile that is written from shared memory, and writes its output to global memory;
-//   3. begins to copy the tile that arrives from global memory to where step 2 has read;
-//   4. waits until the pack that it sums next is in shared memory; its copy began almost a round ago. After the
+//   1. reads its pack of the summed tile from shared memory, and adds the values to the thread's sums;
+//   2. reads its pack of the written tile from shared memory, and stores the output in global memory;
+//   3. begins to copy its pack of the arriving tile from global memory to where step 2 has read;
+//   4. waits until its next pack of the summed tile is in shared memory; the copy began almost a round ago. After the
 //      thread's last pack, the next is its first pack of the arriving tile.
-// Meanwhile the reducer takes care of the tile that waits. It reads the workspace, where blocks publish sums, until it
-// has those of all tiles of the same slice. From them it computes a Normalizer, and stores it in shared memory. With it
-// the workers write the tile in the next round. A barrier ends the round. Then the reducer adds up the warps' sums of
-// the tile that was summed, and publishes the totals: it stores them in the slice's section of the workspace.
+// Meanwhile the reducer prepares the tile that waits (with 4 stages, in its last round of waiting). It reads the
+// workspace, where blocks publish sums, until it has those of all tiles of the same slice. From them it computes a
+// Normalizer, and stores it in shared memory. With it the workers write the tile in the next round. A barrier ends the
+// round. Then the reducer adds up the warps' sums of the tile that was summed, and publishes the totals: it stores them
+// in the slice's section of the workspace.
 //
 // No flags or fences are needed. Without clusters no block can read another's shared memory, so sums go through global
 // memory. Before the cooperative launch the host sets all words of the workspace to kEmpty. A block stores a sum by one
@@ -513,34 +526,38 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 //
 // No block waits forever. All blocks are resident, that is on the SMs at the same time: the launch is cooperative. A
 // slice has no more tiles than there are blocks, so a block has at most one tile of it. A block takes its tiles in
-// ascending order. Proof: take the first slice with an unpublished sum, and the block that has to publish it. Until
-// then that block waits only for sums of earlier slices. Those are all published, so it goes on and publishes its own.
+// ascending order, and before it publishes a tile's sums it waits only for those of tiles that it took earlier. Proof:
+// take the first slice with an unpublished sum, and the block that has to publish it. Until then that block waits only
+// for sums of earlier slices. Those are all published, so it goes on and publishes its own.
 //
-// Blocks cannot wait if a slice has more tiles than blocks are resident, or if the cooperative launch is refused (see
-// launch_in_many_blocks). Then the kernel is launched twice, not cooperatively. The first launch publishes all sums and
-// writes no output. The second finds all sums there, so no block waits, even if it has several tiles of a slice. It
-// publishes the sums again, with the same bits.
+// Blocks cannot wait if a slice has more tiles than there are resident blocks, or if the cooperative launch is refused
+// (see launch_in_many_blocks). Then the kernel is launched twice, not cooperatively. The first launch publishes all
+// sums and writes no output. The second finds all sums there, so no block waits, even if it has several tiles of a
+// slice. It publishes the sums again, with the same bits.
 
-// How many packs of a tile a worker thread has, of each input. For all inputs and stages together it has room for
-// 24 packs, which are 384 bytes. 24 is a multiple of 1 and 2 inputs times 3 and 4 stages.
+// A worker thread has room for 24 packs, 384 bytes: so many of each input in each stage. 1 and 2 inputs times 3 and 4
+// stages are 3, 4, 6 or 8, which divide 24.
 template <int INPUTS, int STAGES> constexpr int kThreadPacks = 24 / INPUTS / STAGES;
-// The most threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. Each of these has 32 * 384 bytes
-// of shared memory, so together they have 216 KiB. A block can have 227 KiB on 9.0 and 10.0. An H200 runs 132 blocks,
-// one on each SM, with 27.8 MiB in all. This holds STAGES tiles a block, so a slice may use 1 / STAGES of it: a quarter
-// in the forward in float32, a third in 16 bits. The largest slices' backward has 3 stages and keeps g: a sixth.
+// The most threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. A worker warp has 32 * 384 bytes
+// of shared memory, 18 have 216 KiB. A block can have 227 KiB on 9.0 and 10.0. An H200 runs 132 blocks, one on each SM:
+// all their stages have 27.8 MiB. A slice has one stage of each block: in the forward a quarter of that in float32, a
+// third in 16 bits. The largest slices' backward has 3 stages, each half for g: a sixth is for x.
 constexpr int kMaxTileThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
     int tiles_per_slice;
     int packs_per_tile;  // a slice's last tile may have fewer
-    int section_doubles;  // the length of a slice's section of the workspace, which begins on a 128-byte line
+    int section_doubles;  // of a slice's section of the workspace; each section begins on a 128-byte line
 };
 
-// A warp adds up in float, around a shift of its own: the median of three values of a whole pack, so not a single
-// outlier, or one value of a pack that is not whole. Warps' shifts differ, so each warp then converts its sums, in
-// double, to sums around the slice's first value. These are added over all warps and tiles, always in the same order.
-// The first value is one of the slice's n values, so the sum of d * d around it is at most n times that around the
-// mean. So subtracting mean(d)^2 loses at most log2(n) of a double's 53 bits.
+// A warp adds up in float, around a shift of its own: the median of three values of a whole pack, so that it is no
+// single outlier, or else one value. At least two of the warp's values, of which there are up to 2048, are as far from
+// their mean as that median. So the sum of d * d is at most 1 + 2048 / 2 times that around the mean: of a float's 24
+// bits at most 11 are lost, and far fewer if not nearly all values are equal.
+//
+// Warps' shifts differ, so each warp then converts its sums, in double, to sums around the slice's first value. These
+// are added over all warps and tiles, always in the same order. The sum of d * d around one of n values is at most n +
+// 1 times that around the mean. So subtracting mean(d)^2 loses some log2(n) of a double's 53 bits at most.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
@@ -551,9 +568,9 @@ template <typename T, int INPUTS, bool RAGGED> struct WarpSums {
 
     // inputs: the lane's first pack of the tile. mask: which of its values belong to the slice; 0 if it has no pack.
     __device__ void choose_shift(const Inputs<T, V, INPUTS>& inputs, unsigned mask) {
-        // Lane 1 chooses, or lane 0 if lane 1 has no pack. Lane 0 may hold the slice's first pack. There value 0 may be
-        // a neighbour's, and the only own value an outlier. Then lane 1 has a pack: a slice's first tile has at least
-        // 32. In all other packs value 0 belongs to the slice.
+        // Lane 1 chooses, or lane 0 if only lane 0 has a pack. Lane 0 may have the slice's first pack, where value 0
+        // may be a neighbour's, and the only own value an outlier. Lane 1 has a pack then: a slice's first tile has at
+        // least 32. In all other packs value 0 belongs to the slice.
         const int chooser = __ballot_sync(~0u, mask != 0) & 2 ? 1 : 0;
 #pragma unroll
         for (int j = 0; j < INPUTS; ++j) {
@@ -725,7 +742,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
 }
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// The most packs that a slice of n values can touch.
+// No slice of n values touches more packs.
 template <int V, bool RAGGED> static int64_t max_packs(int64_t n) { return (n + (RAGGED ? 2 * V - 2 : 0)) / V; }
 
 // A group has as few threads as can hold a slice.
@@ -1123,8 +1140,9 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # 1: PyTorch raises
     if not (on_gpu or on_cpu) or not images or _exports_layers():
         return False
-    if x.shape[-3] != norm.num_features and not torch.compiler.is_compiling():  # PyTorch warns, uncompiled
-        return False
+    if not torch.compiler.is_compiling():  # PyTorch warns of other channels; our kernels count packs in 32 bits
+        if x.shape[-3] != norm.num_features or x.is_cuda and x.shape[-2] * x.shape[-1] >= 2**33:
+            return False
     return not torch._C._are_functorch_transforms_active() and torch.autograd.forward_ad._current_level < 0
 
 

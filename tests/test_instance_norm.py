@@ -7,6 +7,7 @@ import torch
 from accuracy import assert_as_accurate_as_eager, draws, laid
 from cases import SINGLE_AND_LOW, Case, build, each, solution
 from test_gradients import both_ways, gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 STEM = "instance_norm"
@@ -18,7 +19,7 @@ SIZES = [  # samples, height, width; three channels
     (50, 64, 64), (20, 90, 90), (20, 127, 129), (3, 126, 126), (9, 181, 181), (50, 256, 256), (5, 255, 257),
     (13, 512, 512), (3, 511, 513), (3, 768, 1024), (2, 1024, 1024), (1, 1023, 1025), (1, 2048, 2048), (1, 2047, 2049),
     (2, 1448, 1448), (1, 3001, 3001), (301, 5, 5), (33, 2, 33), (50, 10, 10), (20, 7, 37),
-    (20, 15, 15), (9, 1, 239),
+    (20, 15, 15), (9, 1, 239), (9, 7, 73),
 ]
 # By what holds a slice: registers of one warp, of more, shared memory, nothing; whole packs of 16 bytes and not.
 KINDS = [
@@ -48,6 +49,17 @@ def test_slices_that_no_chip_holds(dtype):
     """In both directions. In float64 eager's own drift over as many values is larger than ours."""
     case = Case(STEM, "one slice of 4399 x 4401", (1,), ((1, 1, 4399, 4401),))
     assert_as_accurate_as_eager(both_ways, draws(case, "cuda", dtype))
+
+
+def test_slices_of_32_gib_are_pytorchs(monkeypatch):
+    """Our kernels count the packs of a slice in 32 bits."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    file = solution(STEM)
+    with FakeTensorMode():
+        small, large = (torch.empty(1, 3, rows, 1 << 16, device="cuda") for rows in (1 << 10, 1 << 17))
+    norm = file.ModelNew(3).inorm
+    assert file.fits(small, norm)
+    assert not file.fits(large, norm)
 
 
 # Of the input and of the output's gradient, in place. With the second and third rstd^3 * covariance is no float32.
