@@ -1953,6 +1953,8 @@ def _load(name: str, arch: str = "") -> str:
     cuda_flags = ["-O3", "--split-compile=0", *[f"-gencode=arch=compute_{arch},code=sm_{arch}"] * bool(arch)]
     present = sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus})
     targets = os.environ.get("TORCH_CUDA_ARCH_LIST") or present
+    if targets is present and not arch and min(present, default=(7, 5)) < (7, 5):
+        raise RuntimeError(f"{name} needs GPUs of compute capability 7.5 or more: hide others by CUDA_VISIBLE_DEVICES")
     key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, targets, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if hasattr(getattr(torch.ops, name), "forward"):
@@ -1986,6 +1988,8 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
+        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
             CPP_SOURCE.replace("NAMESPACE", name),
@@ -2118,7 +2122,9 @@ def fits(tensors: tuple, groups: int) -> bool:
     samples, ins, height, width = x.shape
     channels, weight_ins, kernel_height, kernel_width = weight.shape
     of_channels = (channels, 1, 1)
-    if not 0 < ins == weight_ins or channels % groups != 0 or not bias.shape == scale.shape == of_channels:
+    if not 0 < ins == weight_ins or not 0 < channels < 2**26 or channels % groups != 0:
+        return False
+    if not bias.shape == scale.shape == of_channels:
         return False
     if not conv_bias.shape == gamma.shape == beta.shape == of_channels[:1]:
         return False
@@ -2127,9 +2133,16 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if x.is_cpu:
         return True
-    # The kernel counts tiles, of 16 channels x 16 rows x 32 columns or larger, in 32 bits.
-    tiles = samples * ((channels + 15) // 16) * ((rows + 15) // 16) * ((columns + 31) // 32)
-    return tiles < 2**30 and height * width < 2**31
+    # The kernel counts channels, pixels and tiles, of 16 channels x 16 rows x 32 columns or larger, in 32 bits.
+    pixel_tiles = ((rows + 15) // 16) * ((columns + 31) // 32)
+    if samples * ((channels + 15) // 16) * pixel_tiles >= 2**30 or height * width >= 2**31 - 64:
+        return False
+    if torch.compiler.is_compiling():  # a program for any size is not to become one for some
+        return True
+    # Each tile reads all sums of its sample's groups: from so many on that takes longer than PyTorch does (estimated).
+    # In the backward each tile has 32 bytes of partial sums a channel: for images of few pixels more than x and out.
+    few_pixels = rows * columns < 16 and samples * channels >= 2**24
+    return pixel_tiles * min(groups, 32) <= 2**16 and not (few_pixels and _wants_gradients(tensors))
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:

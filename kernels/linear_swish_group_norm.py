@@ -1180,6 +1180,8 @@ def _load(name: str, arch: str = "") -> str:
     cuda_flags = ["-O3", "--split-compile=0", *[f"-gencode=arch=compute_{arch},code=sm_{arch}"] * bool(arch)]
     present = sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus})
     targets = os.environ.get("TORCH_CUDA_ARCH_LIST") or present
+    if targets is present and not arch and min(present, default=(7, 5)) < (7, 5):
+        raise RuntimeError(f"{name} needs GPUs of compute capability 7.5 or more: hide others by CUDA_VISIBLE_DEVICES")
     key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, targets, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if hasattr(getattr(torch.ops, name), "forward"):
@@ -1213,6 +1215,8 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
+        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
             CPP_SOURCE.replace("NAMESPACE", name),
@@ -1282,11 +1286,17 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
 
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
+
+
+def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a float32 result
+    return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 # As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
+_adds_in_fp16._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_swish_group_norm")
@@ -1324,7 +1334,7 @@ def _is_large(m: int, n: int, k: int) -> bool:
 
         if not (known(m >= 128) and known(m * n >= 2**20) and known(m * n * k >= 2**30) and known(m <= _MOST)):
             return False
-    return m >= 128 and n >= 128 and k >= 128 and m * n >= 2**20 and m * n * k >= 2**30 and max(m, n, k) <= _MOST
+    return all(128 <= size <= _MOST for size in (m, n, k)) and m * n >= 2**20 and m * n * k >= 2**30
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1349,20 +1359,23 @@ def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_piec
 
 def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether no
-    program is exported, the epilogue takes groups of this size, and cuBLAS's fp16 product saves more time than the
-    split takes. It saves time on m n k multiplications, and the split takes time for (m + n) k values. On an H200 it
-    saves on 700 multiplications what the split takes for a value. 2048 are asked for, a margin for other GPUs."""
+    program is exported, PyTorch gives an fp16 product in float32, the epilogue takes groups of this size, and cuBLAS's
+    fp16 product saves more time than the split takes. It saves time on m n k multiplications, and the split takes time
+    for (m + n) k values. On an H200 the time for a value is what 700 multiplications save. 2048 are asked for, a margin
+    for other GPUs."""
     if not _allows_tf32() or x.device.index not in _HAVE_TF32:
         return x.device.index in _BY_PIECES
     m, n = x.shape[0], weight.shape[0]
-    return not _is_exporting() and n == 64 * getattr(norm, "num_groups", 0) and m * n >= 2048 * (m + n)
+    if _is_exporting() or _adds_in_fp16():
+        return False
+    return n == 64 * getattr(norm, "num_groups", 0) and m * n >= 2048 * (m + n)
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether a CPU computes 16-bit inputs in float32 and rounds only the output."""
     if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
         return False
-    return _is_layer(linear, x) and x.shape[0] >= 32
+    return _is_layer(linear, x) and (_is_exporting() or x.shape[0] >= 32)
 
 
 def _finish_plainly(norm, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import KNOWN, PORTABLE, QUICKEST, ROOT, STEMS, solution
-from processes import compiler, finish, run_python, save_case, start_python
+from processes import QUICKLY, compiler, finish, run_python, save_case, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
@@ -142,6 +142,36 @@ def test_a_compiler_error_is_shown(tmp_path):
         process = start_python(IMPORT, "wrong.py", cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
         code, _, err = finish(process)
         assert code != 0 and re.search(rf"CPP_SOURCE in {FILE.name}:1:\d+: .*no_such_header.h", err), err
+
+
+def test_a_build_that_failed_is_tried_again_in_the_same_process(saved, tmp_path):
+    """As in a notebook, when its user has set CXX."""
+    folders = [tmp_path / name for name in ("bad", "good")]
+    for folder in folders:
+        folder.mkdir()
+    bad = compiler(folders[0], f'case "$*" in *" -c "*) exit 1; esac\n{QUICKLY}')
+    script = f"""
+os.environ["CXX"] = {str(bad)!r}
+try:
+    load(sys.argv[1], "first")
+except RuntimeError as error:
+    print("failed")
+os.environ["CXX"] = {str(compiler(folders[1], QUICKLY))!r}
+check(load(sys.argv[1], "second").ModelNew, sys.argv[2])
+"""
+    assert run_python(script, FILE, saved, cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built").startswith("failed")
+
+
+def test_a_gpu_that_is_too_old_is_named(tmp_path):
+    script = """
+torch.version.cuda = "13.0"
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda device=None: (6, 1)
+load(sys.argv[1], "fresh")
+"""
+    options = {"TORCH_EXTENSIONS_DIR": tmp_path / "built", "TORCH_CUDA_ARCH_LIST": None}
+    code, _, err = finish(start_python(script, FILE, cwd=tmp_path, **options))
+    assert code != 0 and "needs GPUs of compute capability 7.5 or more" in err.splitlines()[-1], err
 
 
 # Stands for the compiler. Beside every compilation a line in the file `calls`. The first one also leaves half an object

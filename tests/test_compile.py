@@ -223,6 +223,33 @@ def test_exported_with_any_batch(case, strict):
         close(exported(*inputs), new(*inputs), 1e-3)
 
 
+@pytest.mark.parametrize("stem", [stem for stem in COMPILED if stem.startswith("linear")])
+def test_whether_a_product_is_large_leaves_the_batch_free(stem):
+    """Also where the batch may be smaller or larger than the other sizes."""
+
+    class Asks(torch.nn.Module):
+        def forward(self, x):
+            return x + solution(stem)._is_large(x.shape[0], 4096, 1024)
+
+    x = torch.zeros(8192, 2)
+    batch = torch.export.Dim("batch", min=2048, max=65536)
+    exported = torch.export.export(Asks(), (x,), dynamic_shapes=({0: batch},), strict=False).module()
+    assert exported(x[:2048]).all()
+
+
+@pytest.mark.parametrize("stem", [stem for stem in COMPILED if stem.startswith("linear")])
+@torch.no_grad()
+def test_16_bits_that_a_cpu_lacks_are_exported_for_any_batch(stem, monkeypatch):
+    monkeypatch.setattr(solution(stem), "_WITHOUT_BF16", True)
+    case = next(case for case in CASES if case.stem == stem)
+    _, new, inputs = build(case, "cpu", torch.bfloat16)
+    shapes = batch_dimensions(case, most=4096)
+    exported = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=False).module()
+    for size in (2, 64):
+        inputs = converted(case.inputs(size), dtype=torch.bfloat16)
+        close(exported(*inputs), new(*inputs), 2e-2)
+
+
 def recorded_calls(stem: str, device) -> list[tuple]:
     """The operator calls of a forward and backward of every small case of this file, with its plain and odd layouts."""
     cases = [case for case in CASES if case.stem == stem and case.values < 2e4]

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from processes import QUICKLY, compiler, finish, start_python
 from sources import source
 from test_convolution import STEM, case, channels_of_almost_one_value
 from test_gradients import gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.skipif(STEM not in PORTABLE, reason="the pair is not here")
 
@@ -49,6 +51,32 @@ ACCURATE = [*itertools.product(SHAPES, SINGLE_AND_LOW), *((case, torch.float32) 
 @pytest.mark.parametrize(("case", "dtype"), ACCURATE, ids=str)
 def test_is_as_accurate_as_eager(case, dtype):
     assert_as_accurate_as_eager(forward, draws(case, "cpu", dtype))
+
+
+LARGE = {  # sizes of x, output channels, rows of the convolution's kernel, groups: whether a GPU is to run our kernels
+    "an ordinary image": ((2, 8, 64, 64), 32, 3, 8, True),
+    "a large image": ((1, 8, 4096, 4096), 32, 3, 1, True),
+    "sums of too many tiles": ((1, 8, 4096, 4096), 32, 3, 8, False),
+    "channels beyond 32 bits": ((1, 1, 2, 2), 1 << 26, 1, 1, False),
+    "columns beyond 32 bits": ((1, 1, 1, 2**31 - 40), 1, 1, 1, False),
+    "partial sums larger than the output": ((1 << 20, 3, 3, 3), 1024, 3, 8, False),
+}
+
+
+@pytest.mark.parametrize(("shape", "outs", "rows", "groups", "fits"), LARGE.values(), ids=LARGE)
+def test_what_a_gpu_leaves_to_pytorch(shape, outs, rows, groups, fits, monkeypatch):
+    """Asked without a GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with FakeTensorMode():
+        make = partial(torch.empty, device="cuda", requires_grad=True)
+        tensors = (
+            make(shape),
+            make(outs, shape[1], rows, rows),
+            make(outs),
+            *[make(outs, 1, 1)] * 2,
+            *[make(outs)] * 2,
+        )
+    assert solution(STEM).fits(tensors, groups) == fits
 
 
 HARD = {

@@ -117,6 +117,20 @@ SINGLE = [
 ]
 
 
+@pytest.mark.skipif("conv_sigmoid_group_norm" not in STEMS, reason="the pair is not here")
+@pytest.mark.parametrize("side", [6, 20])
+@torch.no_grad()
+def test_no_output_channels_are_refused_as_by_the_model(side, device):
+    case = Case("conv_sigmoid_group_norm", "no channels", (3, 0, 3, 1, (0, 1, 1), (0, 1, 1)), ((2, 3, side, side),))
+    model, new, inputs = build(case, device)
+    errors = []
+    for module in (model, new):
+        with pytest.raises(RuntimeError) as raised:
+            module(*inputs)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
 @pytest.mark.parametrize("case", [case for case in SINGLE if case.stem in STEMS], ids=str)
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_the_norm_of_a_single_value_is_refused_as_by_the_model(case, recorded, device):

@@ -1736,6 +1736,8 @@ def _load(name: str, arch: str = "") -> str:
     cuda_flags = ["-O3", "--split-compile=0", *[f"-gencode=arch=compute_{arch},code=sm_{arch}"] * bool(arch)]
     present = sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus})
     targets = os.environ.get("TORCH_CUDA_ARCH_LIST") or present
+    if targets is present and not arch and min(present, default=(7, 5)) < (7, 5):
+        raise RuntimeError(f"{name} needs GPUs of compute capability 7.5 or more: hide others by CUDA_VISIBLE_DEVICES")
     key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, targets, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if hasattr(getattr(torch.ops, name), "forward"):
@@ -1769,6 +1771,8 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
+        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
             CPP_SOURCE.replace("NAMESPACE", name),
@@ -1859,7 +1863,8 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
 
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
 
 
 # As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
