@@ -23,13 +23,14 @@ On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolu
 read conv2d(x, W) and do the rest.
 
 The forward keeps v in registers and writes its output once. It reads cuDNN's result once, or x once for each 32 output
-channels. If a sample has more tiles than can run at once, there are two launches: each reads this. Compiled for compute
-capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster than float32 FMA instructions, our kernels
-convolve with tensor cores, as accurately as in float32; for other GPUs with FMA instructions. If gradients are wanted,
-the forward saves its input, the parameters, mean (as two floats) and rstd. The backward computes h again, or reads
-cuDNN's result. Where our kernels convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input
-channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and
-use TF32 for float32 unless torch.backends.cudnn.allow_tf32 is False.
+channels, and 1.2 times with the borders of tiles. If a sample has more tiles than can run at once, there are two
+launches: each reads this. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster
+than float32 FMA instructions, our kernels convolve with tensor cores, float32 as accurately as without; for other GPUs
+with FMA instructions. Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the
+parameters, mean (as two floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels
+convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's
+gradient, and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
+torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as fast as
@@ -79,9 +80,9 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = h * scale, and its gradient dv/dz. To change it, edit (1) `activation` and (2)
 // `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) this file's
-// counterpart in hopper/. Importing this file compares 1 to 3 at 12 z, and 1 with 3 at NaN; harness.py finds a
-// forgotten 4 or 5. The activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use comparisons, such
-// as `v < 0 ? 0 : v`. (The fminf below drops a NaN on purpose.)
+// counterpart in hopper/. Importing this file compares 1 to 3 at 12 z, as a CPU computes them, and 1 with 3 at NaN;
+// harness.py finds a forgotten 4 or 5. The activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use
+// comparisons, such as `v < 0 ? 0 : v`. (The fminf below drops a NaN on purpose.)
 
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -129,9 +130,10 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //       add up all sums of the sample's groups                                             (make_epilogues)
 //       compute the output from the values in registers, and write it                      (write_output, write_dh)
 //
-// The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h and v stay
-// in registers. A block writes its output once. In one launch it reads its part of x once, for all of its output
-// channels, and with it the pixels around the tile that the convolution needs; recompute_in_float reads x again.
+// The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h (in the
+// forward v) stays in registers. A block writes its output once. In one launch it reads its part of x once, for all of
+// its output channels, and with it the pixels around the tile that the convolution needs; recompute_in_float reads x
+// again.
 //
 //                forward                                        backward                                  gradient of x
 //   registers    h = conv(x) + both biases, v = activation(z)   h = conv(x) + both biases                 dx = conv(dh)
@@ -157,8 +159,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. Three exceptions run one: (1) the
 // gradient of x without tensor cores, which keeps two sets of sums in registers, see `convolve_stage`; (2) float32 on
-// 8.0, 3x3 to at most 16 channels, such as the benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3)
-// float32, 3x3 or at most 16 channels, on 8.6 or 8.9, if compiled for 8.0: 55 of 100 KiB or more. Slower, but correct.
+// 8.0 or 8.7, 3x3 to at most 16 channels, such as the benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3)
+// float32, 3x3 or at most 16 channels, on 8.6, 8.9 or 12.x, if compiled for 8.0: 55 of 100 KiB or more. Slower, but
+// correct.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -301,7 +304,7 @@ __device__ __forceinline__ unsigned read_thread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// log2 of the number of warps that have the same channels, in different rows: kWarps kWarpChannels / p.tile_outs.
+// log2(kWarps kWarpChannels / p.tile_outs), the logarithm of how many warps have the same channels, in other rows.
 __device__ __forceinline__ int row_warps_log2(const Arguments& p) { return (kTensorCores ? 7 : 5) - p.tile_outs_log2; }
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
 struct ThreadOrigin {
@@ -398,9 +401,9 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 // x's pieces hi and lo, and hi' and lo' the weight w's, x w is about hi hi' + hi lo' + lo hi': three products.
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
-// tile by a power of two, so that the largest |x| is at least 2^13 and less than 2^14. load_weights does the same with
-// each stage's weights. Each returns the inverse of its power, `unscale`. What convolve_stage is given as `unscale` is
-// the product of both: x w = `unscale` (scaled x) (scaled w).
+// tile by a power of two, so that the largest |x| is at least 2^13 (if it was 2^-113) and less than 2^14. load_weights
+// does the same with each stage's weights. Each returns the inverse of its power, `unscale`. What convolve_stage is
+// given as `unscale` is the product of both: x w = `unscale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
@@ -751,15 +754,17 @@ __device__ __forceinline__ void convolve_mma(
     }
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. In float32 with tensor cores prescale_for is NaN for an infinite x or weight, and the
-//   whole stage is multiplied by it. In 16 bits the weight of a tap that does not exist is 0 (9 taps are 5 steps of
-//   two), and an infinite x times 0 is NaN. In the gradient of x, of any type, an infinite weight times a zero around
-//   dh is NaN. This function multiplies nothing outside x, and no tap that does not exist.
+// - one of them is not finite. That has three causes beside the values' own:
+//       in float32 with tensor cores prescale_for is NaN for an infinite x or weight, and multiplies the whole stage;
+//       in 16 bits an infinite x is multiplied by 0, the weight of a tap that does not exist (9 taps are 5 steps);
+//       in the gradient of x, of any type, an infinite weight is multiplied by a zero around dh.
+//   This function multiplies nothing outside x, and no tap that does not exist.
 // - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `unscale` the largest of the
 //   tile's stages. Recompute if unscale s > kUnscaleLimit. At this limit a stage makes an error of z = h scale of at
 //   most 0.04 kUnscaleLimit < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32
 //   itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
-//   That takes max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. A usual network's is far smaller.
+//   It is exceeded only if max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. Inputs of order 1 stay far below; 12-bit
+//   pixels as they are do not, and are slow.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnscaleLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
@@ -767,7 +772,7 @@ __device__ __forceinline__ void recompute_in_float(
     const Arguments& p, const Tile& tile, const Shared& shared, float unscale, ThreadTile& conv) {
     constexpr bool kIsInputGradient = DIRECTION == kInputGradient;
     const ThreadOrigin origin(p);
-    float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: in one, each fmaf waits for the last
+    float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: no fmaf waits for the one before it
 #pragma unroll
     for (int i = 0; i < kThreadValues; ++i)
         nan_probe[i % 4] = fmaf(conv[i / kThreadPixels][i % kThreadPixels], 0.0f, nan_probe[i % 4]);
@@ -887,8 +892,8 @@ __device__ __forceinline__ CompensatedSum reduce_scatter(CompensatedSum (&values
 
 // By a lane, for channel c of the tile: adds up the two sums of each warp that has the channel, and returns
 //
-//     forward                             the sums of v and v^2. Warps sum d = v - anchor and d^2, so it adds what is
-//                                         missing: v = d + anchor, v^2 = d^2 + anchor (2 d + anchor)
+//     forward                             the sums of v and v^2. Warps have summed d = v - anchor and d^2. From these:
+//                                         v = d + anchor, v^2 = d^2 + anchor (2 d + anchor)
 //     backward, after sum_gradients       the sums of g and g (v - mean): the anchors are 0
 //     backward, after write_dh            the sums of dz / rstd and dz h / rstd: the anchors are 0
 __device__ __forceinline__ double2 sums_of_warps(const Arguments& p, const Tile& tile, const Shared& shared, int c) {
@@ -1047,10 +1052,10 @@ __device__ __forceinline__ void sum_values(ThreadTile& v, const OutputMap& map, 
     float anchors[kThreadChannels];
 #pragma unroll
     for (int o = 0; o < kThreadChannels; ++o) {
-        // The anchor is the median of three pixels: the first lane's first, the one four columns to its right, and one
-        // of the lane's fourth row. In a 3x3 convolution no two depend on the same pixel of x, so a huge x, which
-        // saturates v near it, does not make the anchor an outlier. If the second or the third is outside the output,
-        // the anchor is the first. If that is outside too, sums_of_warps omits this warp.
+        // The anchor is the median of three of the warp's pixels: (row 0, column 0), (0, 4) and (3, 0). In a 3x3
+        // convolution no two depend on the same pixel of x, so a huge x, which saturates v near it, does not make the
+        // anchor an outlier. If (0, 4) or (3, 0) is outside the output, the anchor is (0, 0). If that is outside, too,
+        // sums_of_warps omits this warp.
         const float first = v[o][0];
         const float right = __shfl_sync(~0u, first, kRightLane, kChannelLanes);
         const float second = has_three ? right : first;
@@ -1971,7 +1976,7 @@ def _load(name: str, arch: str = "") -> str:
         os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
     needs = {"ninja": "pip install ninja", os.environ.get("CXX", "c++").split()[0]: "install g++, or set CXX"}
     if gpus:
-        needs[f"{cpp_extension.CUDA_HOME}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME to its folder"
+        needs[f"{cpp_extension.CUDA_HOME or 'CUDA_HOME'}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME"
     for tool in filter(lambda tool: not shutil.which(tool), needs):
         raise RuntimeError(f"building {name} needs {tool}, which is not there: {needs[tool]}")
     with contextlib.suppress(OSError):

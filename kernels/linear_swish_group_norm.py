@@ -1198,7 +1198,7 @@ def _load(name: str, arch: str = "") -> str:
         os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
     needs = {"ninja": "pip install ninja", os.environ.get("CXX", "c++").split()[0]: "install g++, or set CXX"}
     if gpus:
-        needs[f"{cpp_extension.CUDA_HOME}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME to its folder"
+        needs[f"{cpp_extension.CUDA_HOME or 'CUDA_HOME'}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME"
     for tool in filter(lambda tool: not shutil.which(tool), needs):
         raise RuntimeError(f"building {name} needs {tool}, which is not there: {needs[tool]}")
     with contextlib.suppress(OSError):

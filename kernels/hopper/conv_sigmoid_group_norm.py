@@ -2111,7 +2111,7 @@ def _load(name: str, arch: str = "") -> str:
         os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
     needs = {"ninja": "pip install ninja", os.environ.get("CXX", "c++").split()[0]: "install g++, or set CXX"}
     if gpus:
-        needs[f"{cpp_extension.CUDA_HOME}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME to its folder"
+        needs[f"{cpp_extension.CUDA_HOME or 'CUDA_HOME'}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME"
     for tool in filter(lambda tool: not shutil.which(tool), needs):
         raise RuntimeError(f"building {name} needs {tool}, which is not there: {needs[tool]}")
     with contextlib.suppress(OSError):
@@ -2205,7 +2205,12 @@ def _are_ordinary(tensors: tuple) -> bool:
     for t in tensors:  # a loop, as all() takes the host a microsecond more
         if type(t) not in _TYPES:
             return False
-    return tensors[0].is_cuda and tensors[0].dim() == 4 and not _exports_layers()
+    x = tensors[0]
+    if not x.is_cuda or x.dim() != 4 or _exports_layers():
+        return False
+    # A group of a sample has 272 bytes of workspace, which for images of few pixels is more than its output.
+    few_pixels = not torch.compiler.is_compiling() and x.shape[2] * x.shape[3] < 64 and x.shape[0] >= 2**17
+    return not few_pixels
 
 
 class ModelNew(nn.Module):
