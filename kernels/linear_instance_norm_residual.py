@@ -12,9 +12,10 @@ transforms. Everything else, and whatever needs gradients on a CPU, takes the pl
 
 On a GPU a large float32 product (`_is_large`) runs on tensor cores, where that is faster than cuBLAS's float32 product
 (`_BY_PIECES`) and TF32 is not allowed: each number is split into two fp16 numbers, and three fp16 products take the
-place of the float32 one. nn.Linear (cuBLAS) does all other products, and is launched before Python checks whether the
-rest fits, so that the GPU starts early. Some small 16-bit layers are computed in float32 (`_cancels`). `finish_rows`
-then reads h and y, each value once if F <= 8192, and writes the output.
+place of the float32 one, with less error (of gradients, too, unless features or rows differ by more than 2^19).
+nn.Linear (cuBLAS) does all other products, and is launched before Python checks whether the rest fits, so that the GPU
+starts early. Some small 16-bit layers are computed in float32 (`_cancels`). `finish_rows` then reads h and y, each
+value once if F <= 8192, and writes the output.
 
 In the backward `row_gradients` reads h, y and the output's gradient, again each value once if F <= 8192, and
 writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
@@ -76,8 +77,9 @@ CUDA_SOURCE = r"""
 // lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, splitting and dropping change C's
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
-// sum after each of K additions, by up to 2^-24 of it: by up to K 2^-24 S in all, at least 16 times 2^-21 S, since K is
-// 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as fast as SGEMM float32.
+// sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
+// 2^-21 S, since K is 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as
+// fast as SGEMM float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by the inverses of both rows' scales, `unscale`.
@@ -95,9 +97,11 @@ CUDA_SOURCE = r"""
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Doubt. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few bits.
-// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: a warp computes it again
-// in float32. From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16 numbers are multiples of 2^-24, so rounding
-// errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.
+// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp
+// computes it again in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger
+// than the others, that takes far longer than SGEMM.) From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16
+// numbers are multiples of 2^-24, so rounding errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its
+// 11 bits, but lo is at most 2^-14.
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -110,8 +114,9 @@ CUDA_SOURCE = r"""
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
 //     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
-//     are then 0 or not finite. They are never computed again: with the other row's +infinity, the doubts add up to
-//     NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
+//     are then 0 or not finite. They stay as they are: even with the other row's +infinity, the doubts add up to NaN,
+//     below which nothing lies. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it
+//     NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -555,14 +560,16 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
-// every sum, so the terms have different scales, and no factor can undo them after the sum. Instead G is multiplied by
-// those rows' `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A
-// row of B with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
+// every sum, so a sum mixes scales, and no factor can undo them afterwards. Instead G is multiplied by those rows'
+// `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
+// with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
 // most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
 // rows are not used, and no sum is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is
-// 2^-39 of the largest value that shares its scale.
+// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the `unscale` of 128 neighbouring
+// rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones are less
+// accurate than SGEMM's.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m

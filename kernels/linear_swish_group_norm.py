@@ -7,16 +7,18 @@
 
 The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
 feature, and there are at most `_MOST` features; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32,
-64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast or transforms. Everything else, and whatever
-needs gradients on a CPU, takes the plain path: the Model's own lines (on a CPU perhaps in float32: `_is_upcast`). With
-hooks on the linear layer alone, what follows it is still fused if nothing needs gradients.
+64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast, transforms or tracing, and no export to
+ONNX or for training. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own
+lines (on a CPU perhaps in float32: `_is_upcast`). With hooks on the linear layer alone, what follows it is still fused
+if nothing needs gradients.
 
 On a GPU the product x W^T is done in one of three ways:
   - nn.Linear (cuBLAS) does all 16-bit products, and a float32 one if it is too small or has a side above `_MOST`
-    (`_is_large`), if no other way is faster (`_pays`) or if what follows does not fit (`_fits`). With grad mode off it
-    is launched before Python checks whether the rest fits, so that the GPU starts early.
+    (`_is_large`), if no other way is faster (`_pays`) or if what follows does not fit (`_fits`). With grad mode off
+    Python launches it before it checks the rest, so that the GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
-    products in place of the float32 one. The result is at least as accurate as cuBLAS's.
+    products in place of the float32 one. The result is at least as accurate as cuBLAS's. (Gradients are, too, unless
+    features or rows differ in size by more than 2^19: see "The gradients dX = G W".)
   - Where TF32 is allowed, groups have 64 features, it pays and no program is exported (`_pays`), each number is rounded
     to fp16, which has TF32's 11 bits, and cuBLAS multiplies these, at twice the rate of TF32.
 If groups have 64 features, the second way's kernel does all that follows the product in its epilogue. After the third
@@ -25,10 +27,10 @@ way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `f
 In the backward `group_gradients` finds G, the gradient of h, and `add_partials` adds up the gradients of both biases,
 gamma and beta. Then dX = G W and dW = G^T x: large ones as three fp16 products if the forward's was, else by cuBLAS.
 
-On a CPU, threads finish the groups of PyTorch's product; of float32 inputs, groups of 16 only if h is small or large
-(`_fits`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" first.
+On a CPU, threads finish the groups of PyTorch's product; float32 groups of 16 only if h is small or large (`_fits`).
+16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" in CUDA_SOURCE first.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB of x, W and the output; the split
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; x, W and the output take 0.69 GB; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
 eager, with backward 7.60 ms, 3.05x; TF32 allowed (`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57
 ms, 4.9x. Without TF32, GPUs not in `_BY_PIECES`, such as compute capability 8.6, get cuBLAS's float32 product. An H200
@@ -82,8 +84,9 @@ CUDA_SOURCE = r"""
 // lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, splitting and dropping change C's
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
-// sum after each of K additions, by up to 2^-24 of it: by up to K 2^-24 S in all, at least 16 times 2^-21 S, since K is
-// 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as fast as SGEMM float32.
+// sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
+// 2^-21 S, since K is 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as
+// fast as SGEMM float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by the inverses of both rows' scales, `unscale`.
@@ -101,9 +104,11 @@ CUDA_SOURCE = r"""
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Doubt. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few bits.
-// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: a warp computes it again
-// in float32. From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16 numbers are multiples of 2^-24, so rounding
-// errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.
+// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp
+// computes it again in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger
+// than the others, that takes far longer than SGEMM.) From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16
+// numbers are multiples of 2^-24, so rounding errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its
+// 11 bits, but lo is at most 2^-14.
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -116,8 +121,9 @@ CUDA_SOURCE = r"""
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
 //     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
-//     are then 0 or not finite. They are never computed again: with the other row's +infinity, the doubts add up to
-//     NaN. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
+//     are then 0 or not finite. They stay as they are: even with the other row's +infinity, the doubts add up to NaN,
+//     below which nothing lies. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it
+//     NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -561,14 +567,16 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
-// every sum, so the terms have different scales, and no factor can undo them after the sum. Instead G is multiplied by
-// those rows' `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A
-// row of B with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
+// every sum, so a sum mixes scales, and no factor can undo them afterwards. Instead G is multiplied by those rows'
+// `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
+// with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
 // most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
 // rows are not used, and no sum is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is
-// 2^-39 of the largest value that shares its scale.
+// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the `unscale` of 128 neighbouring
+// rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones are less
+// accurate than SGEMM's.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
@@ -647,7 +655,7 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 // The activation and its derivative. To use another, change both, finish_group_cpu in C++, in Python _finish_plainly
 // and the lines for torch.jit.script in ModelNew.forward, and hopper/'s counterparts. The activation's error must be
 // small relative to its value, since a group of small values is divided by its small spread. For large finite |h| the
-// slope must equal its limit (0 or 1). Two traps: a large h multiplies the small absolute error of an s near 0, and an
+// slope must equal its limit (0 or 1). Two traps: where s is near 0, a large h magnifies its absolute error; and an
 // exp that overflows makes 0 * infinity, NaN. (So Mish must clamp exp's argument, in finish_group_cpu's lambda, too.)
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
