@@ -2161,6 +2161,12 @@ def _wants_gradients(tensors: tuple) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
+def _is_batched(grad: torch.Tensor) -> bool:
+    """Whether it stands for several gradients, as with is_grads_batched=True: our operators have no rule for that."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
+
+
 class ConvSigmoidGroupNorm(torch.autograd.Function):
     """The whole network. If the weight has no input channels, x is the convolution's output, and this is the rest.
 
@@ -2179,14 +2185,16 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # create_graph=True: computed by what PyTorch can differentiate again
-            # Views: if one of the tensors was computed from another, each still gets only its own gradient.
-            tensors = [t.view_as(t) for t in tensors]
-            x, weight, conv_bias, *others = tensors
-            h = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
-            out = _after_conv(h, *others, ctx.groups, ctx.eps)
-            wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+        differentiable = torch.is_grad_enabled()  # create_graph=True
+        if differentiable or not torch.compiler.is_compiling() and _is_batched(grad):  # then by PyTorch's operators
+            with torch.enable_grad():
+                # Views: if one of the tensors was computed from another, each still gets only its own gradient.
+                tensors = [t.view_as(t) for t in tensors]
+                x, weight, conv_bias, *others = tensors
+                h = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
+                out = _after_conv(h, *others, ctx.groups, ctx.eps)
+                wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
+                found = iter(torch.autograd.grad(out, wanted, grad, create_graph=differentiable))
             return None, None, *(next(found) if need else None for need in needs)
         x, *parameters = tensors
         grad_x, parameter_grads, grad_weight = _backward(grad, x, parameters, statistics, ctx.dtype, *needs[:2])

@@ -6,7 +6,20 @@ On a CPU training is the plain path; what is tested there is that it is taken.
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward, in_both
-from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, STEMS, Case, build, each, first_cases, in_float64, solution
+from cases import (
+    CASES,
+    FIRST,
+    LAYOUT_CASES,
+    LAYOUTS,
+    PORTABLE,
+    STEMS,
+    Case,
+    build,
+    each,
+    first_cases,
+    in_float64,
+    solution,
+)
 from torch.autograd.graph import saved_tensors_hooks
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
@@ -186,6 +199,20 @@ APPLIED = {
         x, *m.matmul.parameters(), m.bias, *m.group_norm.parameters(), m.group_norm.num_groups, m.group_norm.eps, 0, 0
     ),
 }
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if case.stem in PORTABLE], ids=str)
+def test_several_gradients_at_once_are_the_models(case, device):
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    modules, found = build(case, device)[:2], []
+    inputs = build(case, device)[2]
+    for module in modules:
+        tensors = list(differentiable(module, inputs).values())
+        out = module(*tensors[: len(inputs)])
+        grads = torch.stack([weights_of_the_sum(out) * factor for factor in (1, -2, 0)])
+        found.append(torch.autograd.grad(out, tensors, grads, is_grads_batched=True))
+    for own, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("case", [case for case in FIRST if case.stem in APPLIED], ids=str)
