@@ -10,15 +10,18 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths. Our kernels take 3x3 convolutions of at most 8 input and 32 output channels, in float32, float16 or
 bfloat16, also under autocast. x and the weight are contiguous, and bias and scale have the shape (out_channels, 1, 1)
-(`can_take`, in C++). The stride is 1, there is no padding, and eps is at least 1e-6 (`_is_usual`, in Python). There are
-fewer than 2^25 samples. The image's width is even, from 4 to 352, its height is from 3 to 2 + twice the number of
-multiprocessors, and the output has a multiple of 4 pixels. With gradients the width is at most 256, and the output has
-at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It
-is the Model's own layers or, where C++ decides, the same operators called from there.
+(`can_take`, in C++). The stride and the dilation are 1, there is one group and no padding, both layers have weight and
+bias and no hooks, and eps is at least 1e-6 (`_is_usual`, in Python); there are no tensor subclasses, transforms,
+tracing or exports for training (`_are_ordinary`). There are fewer than 2^25 samples. The image's width is even, from 4
+to 352, its height is from 3 to 2 + twice the number of multiprocessors (132: 266; 114: 230), and the output has a
+multiple of 4 pixels. With gradients the width is at most 256, and the output has at least 8 * (9 * in_channels + 4)
+pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where
+C++ decides, the same operators called from there.
 
-The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
-gradients it is the same kernel. It then saves x, the parameters, and 272 bytes a group: totals, mean and rstd (most are
-padding). The backward is two large kernels and three small ones. The gradient of h is never written to global memory.
+The forward is one kernel. It reads x from DRAM once (two bands share two rows, through L2), writes out once, and keeps
+v in shared memory in between. With gradients it is the same kernel. It then saves x, the parameters, and 272 bytes a
+group: totals, mean and rstd (most are padding). The backward is two large kernels and three small ones. The gradient of
+h is never written to global memory.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.24 TB/s of a copy on the device. By `python harness.py
@@ -114,8 +117,8 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 //     costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
 //   - v and dv/dz are finite at t = 0: `make_dh` computes both there for channels that do not exist.
 //   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and finish_groups chooses dh_scale by a
-//     bound that contains it. dv/dz may be 0 in a whole channel. It may also be large, but the error of v grows with
-//     it: that is dv/dz times z's, which prepare_scales bounds.
+//     bound that contains it. dv/dz may be 0 in a whole channel. It may also be large, but then magnifies z's error,
+//     which prepare_scales bounds, into v's.
 
 template <typename T> constexpr bool kIs16Bit = sizeof(T) == 2;  // float16 or bfloat16; else T is float
 constexpr float kVMin = 0.0f, kVMax = 1.0f;
@@ -219,8 +222,8 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // `produce_x` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
 // overflows fp16, sums become NaN, and the warp computes its values again in float32 (convolve_again).
 //
-// Where the user allows TF32, float32 is computed in the same way. With so few channels eager's convolution is then as
-// accurate as without TF32, so a single product of TF32 or fp16 would fall behind it.
+// Where the user allows TF32, float32 is computed in the same way. With so few channels eager's convolution is no less
+// exact then, so a single product of TF32 or fp16 would be less exact than eager.
 
 constexpr int kTaskColumns = 64;  // of one output row: the n of a task's wgmma
 constexpr int kDRegisters = kTaskColumns * 64 / 128;  // a thread's part of wgmma's sums, 64 rows in 128 threads
@@ -228,7 +231,7 @@ constexpr int kProducers = 2;  // warpgroups of `produce_x`
 constexpr int kMaxConsumers = 4;  // warpgroups of `convolve`
 constexpr int kThreads = 1024;  // of a block: 8 warpgroups
 constexpr int kMaxInChannels = 8, kMaxOutChannels = 32;  // channels
-// 8-byte words from one group's totals to the next. These 256 bytes give each group cache lines of its own, because L2
+// The distance from one group's totals to the next, in 8-byte words: 256 bytes, so that no two share a cache line. L2
 // executes atomics to one cache line one after the other.
 constexpr int kTotalsStride = 32;
 constexpr int kMaxHeldStages = 3;  // samples whose values a block can hold at once: three, or two of wider images
@@ -303,8 +306,8 @@ struct alignas(128) ConvShared {  // in static shared memory. Dynamic shared mem
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and held values leave of 227 KiB");
 
-// The rows of the output that a block computes. A line is kTaskRows of them. Task i is 64 columns of line i % lines,
-// from column i / lines * 64 on.
+// The rows of the output that a block computes. A line is kTaskRows of them. Tasks go down the lines first: task i is
+// line i % lines, 64 columns from i / lines * 64 on.
 struct Band { int first_row, rows, lines, tasks; };
 
 // Where a role is in its loop over the team's samples: the sample, the stages of its x and of its held values, and the
@@ -549,8 +552,8 @@ __device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kM
     to[0] = make_uint4(first[0], first[1], first[2], first[3]);
     to[1] = make_uint4(second[0], second[1], second[2], second[3]);
 }
-// The larger of |x| and `bits`, the largest |x| so far. In 16 bits x is two values and `bits` two maxima, side by side,
-// of which bits_of_float makes one. They are compared as bits, because those of NaN are the largest.
+// The larger of |x| and `bits`, the largest |x| so far. In 16 bits x holds two values, and `bits` their two maxima,
+// which bits_of_float merges. They are compared as bits, because those of NaN are the largest.
 __device__ __forceinline__ uint32_t larger(uint32_t bits, const Pack<float, 1>& x) {
     return max(bits, __float_as_uint(fabsf(x.value[0])));
 }
@@ -582,7 +585,7 @@ __device__ __forceinline__ void produce_x(
         return sample_x + (int64_t(sample) * p.in_channels + channel) * x_pixels;
     };
     const float input_scale = shared.scales.input;
-    // Bit c: channel c is the last before a repeat, and the next load is of channel 0. Unused channels hold copies.
+    // Unused channels hold copies of the others. Bit c: after channel c the loads start again at channel 0.
     uint32_t repeat_mask = 0;
     for (int c = p.in_channels; c < kMaxInChannels; c += p.in_channels) repeat_mask |= 1u << (c - 1);
     for (SampleCursor<Config::kXStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
@@ -872,8 +875,8 @@ __device__ __forceinline__ void convolve(
 }
 
 // One warp, lane c for channel c: adds the band's sums of s and of s^2 to the groups' totals. s = (u - kUMin) / kURange
-// is in [0, 1]. It arrives at norm_full once it has read `moments`, because `write` frees these after a wait for
-// norm_full alone. By then this warp has waited for held_full; so `write` sees the held values, too.
+// is in [0, 1]. The warp arrives at norm_full after it has read `moments`: `write`, which waits only for norm_full,
+// then frees them. By then this warp has waited for held_full; so `write` sees the held values, too.
 template <typename T> __device__ __forceinline__ void publish_sums(const ConvArguments& p, ConvShared& shared) {
     using U = UForm<T>;
     const int c = threadIdx.x % 32;
@@ -903,8 +906,8 @@ template <typename T> __device__ __forceinline__ void publish_sums(const ConvArg
 }
 
 // One warp, a lane a channel: computes the channel's norm from its group's totals, when these have the sums of all
-// bands. In 16 bits output = (u - mean_u) * factor + beta. Where v is constant, that is beta but for a rounding. In
-// float32 the subtraction would cost 1% of the time, and eager is not as exact either.
+// bands. In 16 bits output = (u - mean_u) * factor + beta. So a constant v gives beta, but for a rounding. In float32
+// the subtraction is left out: it would cost 1% of the time, and eager is no more exact.
 template <typename T> __device__ __forceinline__ void compute_norms(const ConvArguments& p, ConvShared& shared) {
     using U = UForm<T>;
     const int c = min(threadIdx.x % 32, p.out_channels - 1);  // lanes beyond compute the last channel's norm, too
@@ -1125,7 +1128,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // ---------------------------------------------------------------------------------------------------------------------
 // Launching it. CPP_SOURCE hands over `sizes` and `pointers`, which hold what these enums name. kSharedBytes is what a
 // block may have, and kType is x's type: 0 float, 1 half, 2 bfloat16. Pointers are to device memory. Those of x, out
-// and grad are 16-byte aligned. kGroupData points to the totals and, behind them, the statistics; it is 256-byte
+// and grad are 16-byte aligned. kGroupData points to the totals and, behind them, the statistics; it is 16-byte
 // aligned. Only the forward uses kOut. kGradX is null where x's gradient is not wanted.
 enum Size { kSamples, kInChannels, kHeight, kWidth, kOutChannels, kGroups, kMultiprocessors, kSharedBytes, kType };
 enum Pointer { kX, kOut, kConvWeight, kConvBias, kBias, kScale, kGamma, kBeta, kGroupData, kWorkspace };
@@ -1230,8 +1233,8 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //      sums of the parameters' gradients.
 //   4. recompute_gradients computes x's and the weights' gradients again for samples that are marked `recomputed`.
 //   5. add_rows adds up the partial sums. (ATen's sum took 20 us for these 10 MB, as it copies them to double first.)
-// A block of differentiate_rows walks down a band of rows of a sample. These bands are other ones than the forward's:
-// row_bands_of says how many a sample has.
+// A block of differentiate_rows walks down a band of rows of a sample. These bands are not the forward's: row_bands_of
+// says how many a sample has.
 //
 //   who, and what it does                                             waits for             signals
 //   make_dh, 8 warps:   h, grad -> dh, and x's next row, in shared    empty                 full
@@ -1240,9 +1243,10 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // `multiply` uses mma.sync. Float32 operands are split as in the forward, and lo * lo, at most 2^-22 of a product, is
 // dropped. Tensor cores truncate each sum, where a float addition rounds it. So in float32 they sum a few products at a
 // time, from zero, and a float addition adds that to the total. In 16 bits hi is all of x and of the weights (but for
-// what is below fp16's steps), and dh's hi is at least as exact as eager's dh. So there is one product, not three, and
-// the tensor cores add up all terms, because what they truncate is small beside a rounding to 16 bits. x is multiplied
-// by a power of two for each sample, and dh by one for each of its channels, so that fp16 does not overflow.
+// what is below fp16's steps), and dh's hi is at least as exact as eager's dh (but for values below 2^-32 of the
+// channel's bound, where fp16's steps end). So there is one product, not three, and the tensor cores add up all terms,
+// because what they truncate is small beside a rounding to 16 bits. x is multiplied by a power of two for each sample,
+// and dh by one for each of its channels, so that fp16 does not overflow.
 //
 // A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
 // cells, and column c is cell c / 4 of sub-row c % 4:
@@ -1266,9 +1270,11 @@ constexpr int kSubRowCells = 8 * kWarps + 2;  // 64, one for shifted matrices, o
 constexpr int kRowCells = 4 * kSubRowCells;  // cells of a row of 8 channels, of hi or lo
 constexpr int kXRowStages = 4;  // rows of x in shared memory: three that `multiply` reads, and the next
 // Tensor cores truncate: without these two corrections the gradient of the weights was too small by 2^-24 of itself on
-// average, and that of x by 2.4 * 2^-24. The first raises dh, so both gradients; the second raises x's by 1.4 more.
+// average, and that of x by 2.4 * 2^-24. kDhFactor raises dh, so both gradients; kWeightExcess raises x's by 1.4 *
+// 2^-24 more.
 constexpr double kDhFactor = 1 + 0x1p-24;
-constexpr float kWeightExcess = 0x1.6p-24f;  // 1.375 * 2^-24: prepare_tile raises a weight by this much of itself
+// prepare_tile adds so much of itself to a weight. Float32 rounds that to its last bit: to 1.4 * 2^-24 on average.
+constexpr float kWeightExcess = 0x1.6p-24f;
 static_assert(kSubRowCells % 8 == 2, "neighbouring columns are stored to different banks");
 
 // What finish_groups finds for a channel of a sample. With v and dv/dz of t = h * t_per_h and
@@ -1761,8 +1767,8 @@ __global__ void __launch_bounds__(1024) add_rows(const float* sums, int64_t rows
     if (lane == 0 && summed < width) to[summed] = float(all);
 }
 
-// Bands of a sample in differentiate_rows, a block each: as many as run at once, but at least one. Each costs two more
-// rows of dh, so where there are several, each has eight rows or more.
+// Bands of a sample in differentiate_rows, a block each: as many as run at once, but at least one. Each computes two
+// rows of dh that another has, too. So a sample is cut only into bands of eight rows or more.
 static int row_bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
@@ -1803,7 +1809,8 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     if (error != 0) return error;
     finish_groups<T><<<unsigned(p.samples) * p.groups, 32 * p.group_channels, 0, stream>>>(p, channels);
     kernel<<<unsigned(p.samples) * row_bands, kRowsThreads, bytes, stream>>>(p, row_bands);
-    // Blocks of samples that are not `recomputed` end at once. A sample has only eight blocks, as few samples are.
+    // Blocks of samples that are not `recomputed` end at once. A sample has only eight blocks, as mostly few samples
+    // are: all are where prepare_scales gives NaN.
     recompute_gradients<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, row_bands);
     const int64_t rows = sizes[kSamples] * row_bands * kWarps;
     auto* const grad_parameters = static_cast<float*>(pointers[kGradParameters]);
@@ -2199,7 +2206,7 @@ _TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, n
 
 
 def _are_ordinary(tensors: tuple) -> bool:
-    """Whether these are tensors of a GPU, x with four dimensions, and not of a subclass or in a transform."""
+    """Whether x is of a GPU and has four dimensions, and none is of a subclass, in a transform or in an export."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     for t in tensors:  # a loop, as all() takes the host a microsecond more
