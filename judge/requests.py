@@ -277,6 +277,7 @@ REQUESTS = {
         FINITE("inputs raised by 100", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
         FINITE("inputs lowered by 100", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
+        FINITE("inputs 20 times as large", change=lambda x: x.mul_(20.0), **LENIENT),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         FINITE("inputs that are all zero", change=lambda x: x.zero_()),
         FINITE("other integers and masks, half of each number", change=Inputs.other_integers),

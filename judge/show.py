@@ -71,7 +71,7 @@ def block(run: Result) -> list[str]:
     if run.ms:
         lines += ["              median ms    middle half of the times  ModelNew is"]
         lines += [contender(run, name) for name in ORDER if name in run.ms]
-    if run.roof:
+    if run.roof.get("floor_ms"):  # 0 where there is nothing to compute
         floor, times = run.roof["floor_ms"], run.ms["new"] / run.roof["floor_ms"]
         work = f"for {run.roof['bytes'] / 1e9:.3g} GB and {run.roof['flops'] / 1e9:.3g} GFLOP"
         lines.append(f"  {'floor':11}{floor:>10.4g}    ModelNew takes {times:.2f} times as long ({work})")

@@ -180,10 +180,16 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept)
 
 
-def restore(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Writes buffers as they were."""
-    for x, values in before:
+def standing(module: torch.nn.Module) -> list[tuple[dict, str, torch.Tensor, torch.Tensor]]:
+    """Its buffers, as `restore` takes them: a forward may write them or put others in their places."""
+    owners = [(each._buffers, name) for each in module.modules() for name, x in each._buffers.items() if x is not None]
+    return [(buffers, name, buffers[name], buffers[name].detach().clone()) for buffers, name in owners]
+
+
+def restore(before: list[tuple[dict, str, torch.Tensor, torch.Tensor]]) -> None:
+    for buffers, name, x, values in before:
         x.detach().copy_(values)
+        buffers[name] = x
 
 
 def takes_of(module: torch.nn.Module) -> list[str]:
@@ -355,7 +361,7 @@ class Contender:
 
         def call_once(instance: torch.nn.Module) -> None:
             """What is kept of this call must not serve the one that counts."""
-            before = [(x, x.detach().clone()) for x in instance.buffers()]
+            before = standing(instance)
             answers_of(instance, self._own(sets), request, own)
             restore(before)
             self.put_back()
@@ -386,7 +392,7 @@ class Contender:
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
-        stand = [(x, x.detach().clone()) for x in module.buffers()] if How.TRAIN in request.how else []
+        stand = standing(module) if How.TRAIN in request.how else []
         inputs = self._own(sets)
         late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
@@ -396,6 +402,9 @@ class Contender:
         if module.training:
             module.eval()
         restore(stand)
+        if How.INFERENCE in request.how:  # a buffer that was made then could not be written any more
+            for buffers, name, x, values in standing(module):
+                buffers[name] = values if x.is_inference() else x
         if How.MOVED in request.how:
             module._apply(torch.clone)
         for name, (p, data) in before_assigned.items():
@@ -453,7 +462,7 @@ class Contender:
         self.take(self.modules[0], state, own)
         self.request, self.answers, self.given = request, answers, given
         written = How.RESTORED in request.how
-        self.stand = [(x, x.detach().clone()) for x in self.modules[0].buffers()] if written else []
+        self.stand = standing(self.modules[0]) if written else []
         # The judge's memory itself; where a GPU's cannot be shared, a copy that is renewed before each call.
         self.inputs, self.incoming = tree_map_only(torch.Tensor, lambda x: x.to(self.device), given)
         self.wanted = list(wanted_of(parameters_by_name(self.modules[0], own), self.inputs, request).values())
