@@ -1244,7 +1244,8 @@ def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_piec
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a CPU computes 16-bit inputs in float32 and rounds only the output."""
+    """Whether a CPU computes 16-bit inputs in float32 and rounds only the output: from 32 rows on, below which that is
+    no faster. In a program that is exported, for any number of rows: to ask for it would fix it."""
     if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
         return False
     return _is_layer(linear, x) and (_is_exporting() or x.shape[0] >= 32)
