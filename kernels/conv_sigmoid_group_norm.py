@@ -1841,7 +1841,12 @@ Tensor aligned(const Tensor& t) {
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 int64_t dtype_code(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
-void check(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
+// Raises an error if a launch failed, and clears it: else the runtime would report it after the next launch, too.
+void check_launch(int error) {
+    if (error == 0) return;
+    cudaGetLastError();
+    TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+}
 
 // Launches the forward or, with a gradient, the backward, which returns grad_partials; `out` is the output or dh.
 Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
@@ -1861,7 +1866,7 @@ Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& sta
     }
     std::vector<void*> pointers;
     for (const Tensor& t : held) pointers.push_back(t.data_ptr());
-    check(conv_launch(
+    check_launch(conv_launch(
         pointers.data(), sizes, eps, grad.defined() ? kBackward : kForward, c10::cuda::getCurrentCUDAStream()));
     return grad_partials;
 }
@@ -1877,7 +1882,7 @@ void input_gradient(const Tensor& dh, const Tensor& weight, const Tensor& dx) {
     const int64_t sizes[] = {
         dh.size(0), dh.size(1), dh.size(2), dh.size(3), weight.size(1), 1, weight.size(2), type, type};
     void* const pointers[10] = {dh.data_ptr(), weight.data_ptr(), 0, 0, 0, 0, 0, 0, 0, dx.data_ptr()};
-    check(conv_launch(pointers, sizes, 0, kInputGradient, c10::cuda::getCurrentCUDAStream()));
+    check_launch(conv_launch(pointers, sizes, 0, kInputGradient, c10::cuda::getCurrentCUDAStream()));
 }
 Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics,
     at::ScalarType dtype, bool needs_x, bool needs_weight) {

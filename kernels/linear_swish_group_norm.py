@@ -966,7 +966,12 @@ at::Tensor empty_pieces(int64_t rows, int64_t k, int pieces, const at::Tensor& l
 }
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
-void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
+// Raises an error if a launch failed, and clears it: else the runtime would report it after the next launch, too.
+void check_launch(int error) {
+    if (error == 0) return;
+    cudaGetLastError();
+    TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+}
 int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
     return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
 }

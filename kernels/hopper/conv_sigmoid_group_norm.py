@@ -1918,7 +1918,12 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
 
-void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
+// Raises an error if a launch failed, and clears it: else the runtime would report it after the next launch, too.
+void check_launch(int error) {
+    if (error == 0) return;
+    cudaGetLastError();
+    TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+}
 Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();

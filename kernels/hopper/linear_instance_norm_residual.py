@@ -1430,7 +1430,12 @@ void check_product(const at::Tensor& x, const at::Tensor& weight) {
         TORCH_CHECK(size >= 128 && size < 1 << 24, "a size of ", size, " is not from 128 to 2^24 - 1");
     }
 }
-void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
+// Raises an error if a launch failed, and clears it: else the runtime would report it after the next launch, too.
+void check_launch(int error) {
+    if (error == 0) return;
+    cudaGetLastError();
+    TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+}
 // For float32: makes dX, results[0], and dW, results[1], if wanted. find_g(split_g) finds G and stores its pieces.
 // The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
 void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
