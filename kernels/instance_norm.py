@@ -14,7 +14,7 @@ the backward also that of g) on the chip. The slice's size decides where (on an 
 
     up to 1023 bytes, if 16 does not divide them    in shared memory of one block, together with other slices
     others up to 64 KiB (32 KiB)                    in the registers of a group of 1 to 512 threads
-    up to 6.9 MiB, 9.2 in 16 bits (both: 4.6)       in shared memory of blocks, which wait for each other's sums
+    up to 9.2 MiB (4.6 MiB)                         in shared memory of blocks, which wait for each other's sums
     larger, or if blocks cannot all run at once     nowhere: the input is read twice
 
 If 16 does not divide a slice's bytes, the limits from 32 KiB on are a little lower. `ModelNew.forward` calls
@@ -228,23 +228,23 @@ template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__
 template <int INPUTS> struct Normalizer {
     float mean[INPUTS], rstd, slope, offset;
 
-    // moments: sum of d, (sum of d * d) / n, in the backward sum of e, (sum of d * e) / n. Real is float or double.
+    // sums: of d, of d * d / n and, in the backward, of e, of d * e / n. Real is float or double.
     template <typename Real> __device__ void set(
-        const Real (&moments)[2 * INPUTS], const float (&shift)[INPUTS], Real inverse_n, float eps) {
+        const Real (&sums)[2 * INPUTS], const float (&shift)[INPUTS], Real inverse_n, float eps) {
         Real mean_minus_shift[INPUTS];  // mean(d), mean(e)
         float residual[INPUTS];
 #pragma unroll
         for (int j = 0; j < INPUTS; ++j) {
-            mean_minus_shift[j] = moments[2 * j] * inverse_n;
+            mean_minus_shift[j] = sums[2 * j] * inverse_n;
             mean[j] = float(shift[j] + mean_minus_shift[j]);
             residual[j] = float(mean_minus_shift[j] - (Real(mean[j]) - shift[j]));
         }
-        const float variance = float(moments[1] - mean_minus_shift[0] * mean_minus_shift[0]);
+        const float variance = float(sums[1] - mean_minus_shift[0] * mean_minus_shift[0]);
         rstd = rsqrtf((variance < 0 ? 0 : variance) + eps);  // not fmaxf, which would drop a NaN
         if constexpr (INPUTS == 1) {
             offset = -residual[0] * rstd;
         } else {
-            slope = rstd * rstd * float(moments[3] - mean_minus_shift[0] * mean_minus_shift[1]);
+            slope = rstd * rstd * float(sums[3] - mean_minus_shift[0] * mean_minus_shift[1]);
             offset = residual[0] * slope - residual[1];
         }
     }
@@ -313,9 +313,9 @@ template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int g
 
 // Computes the Normalizer of a slice. All threads of the block call it. shift: the slice's first values; they become
 // the sample's means. add(sum, shift, of_sample) adds a thread's values to `sum` as add_to_sums does; if of_sample,
-// only those in the sample. add_over_slice(sums) adds up sums over all threads of a slice. inverse_sample: 1 / k.
+// only those in the sample. add_over_slice(sums) adds up sums over all threads of a slice. inverse_k: 1 / k.
 template <typename T, int INPUTS, typename Add, typename AddOverSlice>
-__device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>& params, float inverse_sample,
+__device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>& params, float inverse_k,
     float (&shift)[INPUTS], const Add& add, const AddOverSlice& add_over_slice) {
     // Move the shifts to the sample's means, up to a small error. Each thread divides its own sums before these are
     // added up, because a total could overflow sooner.
@@ -323,7 +323,7 @@ __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>
     add(of_sample, shift, true);
     float mean_minus_shift[INPUTS];
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) mean_minus_shift[j] = of_sample[2 * j] * inverse_sample;
+    for (int j = 0; j < INPUTS; ++j) mean_minus_shift[j] = of_sample[2 * j] * inverse_k;
     add_over_slice(mean_minus_shift);
 #pragma unroll
     for (int j = 0; j < INPUTS; ++j) shift[j] += mean_minus_shift[j];
@@ -387,9 +387,9 @@ __global__ void __launch_bounds__(kMaxGroupThreads, 1024 / kMaxGroupThreads)
         make_opaque(held);
     };
     const int sample_values = min(group_threads * kSamplePacks * V, int(params.n));
-    const float inverse_sample = kSamplePacks == PACKS ? float(params.inverse_n) : __fdividef(1, float(sample_values));
-    const auto normalizer = compute_normalizer(
-        params, inverse_sample, shift, add, [&](auto& sums) { add_over_group(sums, group_threads); });
+    const float inverse_k = kSamplePacks == PACKS ? float(params.inverse_n) : __fdividef(1, float(sample_values));
+    const auto normalizer =
+        compute_normalizer(params, inverse_k, shift, add, [&](auto& sums) { add_over_group(sums, group_threads); });
     for_each_pack([&](int i, int p) { span.store(params, normalizer(held[i]), p); });
 }
 
@@ -461,14 +461,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 
     T* const slice = run + threadIdx.x * n;
     const int head = threadIdx.x * n % W;  // 1 if the slice begins inside a word
-    Pack<T, W>* const word = reinterpret_cast<Pack<T, W>*>(slice + head);
+    Pack<T, W>* const first_word = reinterpret_cast<Pack<T, W>*>(slice + head);
     Pack<T, 1>* const single = reinterpret_cast<Pack<T, 1>*>(head == 0 ? slice + n - 1 : slice);
     const int begin = min(threadIdx.y * part_words, words), end = min(begin + part_words, words);
     // Calls use(x, inputs) for each of the thread's words before `limit` and, in part 0, for the single value if there
     // is one. x points to that word or value in the run of x.
     const auto for_each_pack = [&](int limit, const auto& use) {
 #pragma unroll 4
-        for (int w = begin; w < limit; ++w) use(&word[w], read<INPUTS>(&word[w], room / W));
+        for (int w = begin; w < limit; ++w) use(first_word + w, read<INPUTS>(first_word + w, room / W));
         if (n % W != 0 && threadIdx.y == 0) use(single, read<INPUTS>(single, room));
     };
     float shift[INPUTS];
@@ -516,9 +516,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 // in the slice's section of the workspace.
 //
 // No flags or fences are needed. Without clusters no block can read another's shared memory, so sums go through global
-// memory. Before the cooperative launch the host sets all words of the workspace to kEmpty. A block stores a sum by one
-// volatile store of 64 bits, which goes to L2; there other blocks' reducers load it. So a word that is not kEmpty is a
-// whole sum.
+// memory. Before the cooperative launch the host sets all doubles of the workspace to kEmpty. A block stores a sum by
+// one volatile store of 64 bits, which goes to L2; there other blocks' reducers load it. So a double that is not kEmpty
+// is a whole sum.
 //
 // When a block has published a tile's sums, it has a round of other work (two with 4 stages) before it needs the
 // Normalizer. So it loses no time if other blocks are a little late. Copies and stores are spread evenly over the
@@ -540,8 +540,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 template <int INPUTS, int STAGES> constexpr int kThreadPacks = 24 / INPUTS / STAGES;
 // The most threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. A worker warp has 32 * 384 bytes
 // of shared memory, 18 have 216 KiB. A block can have 227 KiB on 9.0 and 10.0. An H200 runs 132 blocks, one on each SM:
-// all their stages have 27.8 MiB. A slice has one stage of each block: in the forward a quarter of that in float32, a
-// third in 16 bits. The largest slices' backward has 3 stages, each half for g: a sixth is for x.
+// all their stages have 27.8 MiB. The largest slices have one of three stages of each block: a third of that, 9.2 MiB,
+// of which in the backward half is for g.
 constexpr int kMaxTileThreads = 19 * 32;
 constexpr int64_t kEmpty = -1;  // all bits are set; as a double this is a NaN, which is never published
 struct Tiling {
@@ -609,26 +609,26 @@ template <int kSums> __device__ double add_every(double value) {
     for (int lane_mask = 16; lane_mask >= kSums; lane_mask /= 2) value += __shfl_xor_sync(~0u, value, lane_mask);
     return value;
 }
-// A warp adds up the published sums of a slice's tiles: kSums words a tile, a double each. Lane l returns the total of
-// sum l % kSums. Each lane reads its words again and again until none is kEmpty.
+// A warp adds up the published sums of a slice's tiles: kSums doubles a tile. Lane l returns the total of the sums whose
+// number is l % kSums. Each lane reads its doubles again and again until none is kEmpty.
 template <int kSums> __device__ double add_published(const double* from, int tiles_per_slice) {
-    constexpr int kAtOnce = 8;  // how many words a lane loads before it uses the first of them
+    constexpr int kAtOnce = 8;  // how many sums a lane loads before it uses the first of them
     double total = 0;
-    for (int w = threadIdx.x % 32; w < tiles_per_slice * kSums; w += kAtOnce * 32) {
-        double word[kAtOnce];
+    for (int first = threadIdx.x % 32; first < tiles_per_slice * kSums; first += kAtOnce * 32) {
+        double sum[kAtOnce];
         bool all_published = false;
         while (!all_published) {
             all_published = true;
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
-                const int at = w + k * 32;
-                word[k] = at < tiles_per_slice * kSums ? static_cast<const volatile double*>(from)[at] : 0;
+                const int at = first + k * 32;
+                sum[k] = at < tiles_per_slice * kSums ? static_cast<const volatile double*>(from)[at] : 0;
             }
 #pragma unroll
-            for (int k = 0; k < kAtOnce; ++k) all_published &= __double_as_longlong(word[k]) != kEmpty;
+            for (int k = 0; k < kAtOnce; ++k) all_published &= __double_as_longlong(sum[k]) != kEmpty;
         }
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) total += word[k];
+        for (int k = 0; k < kAtOnce; ++k) total += sum[k];
     }
     __syncwarp();
     return add_every<kSums>(total);
@@ -670,7 +670,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
     __shared__ double of_warp[2][kMaxTileThreads / 32][kSums];
     __shared__ Normalizer<INPUTS> normalizers[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
-    const auto stage = [&](int round) {
+    const auto slot_of = [&](int round) {  // the thread's first pack in the round's stage
         return reinterpret_cast<Pack<T, V>*>(stages) + (warp * STAGES + round % STAGES) * PACKS * INPUTS * 32 + lane;
     };
     // A slice's section of the workspace.
@@ -689,8 +689,10 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
         tiles[0] = Tile<T, INPUTS, RAGGED, PACKS>(params, tiling, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < worker_warps) {
             const Normalizer<INPUTS> normalizer = normalizers[(round + 1) % 2];
-            const Pack<T, V>* const summed_slot = stage(round + STAGES - 1);  // holds the tile that arrived last round
-            Pack<T, V>* const slot = stage(round);  // holds the written tile; pack by pack the arriving one replaces it
+            // summed_slot holds the tile that arrived last round. slot holds the written tile; pack by pack the
+            // arriving tile replaces it.
+            const Pack<T, V>* const summed_slot = slot_of(round + STAGES - 1);
+            Pack<T, V>* const slot = slot_of(round);
             WarpSums<T, INPUTS, RAGGED> sums;
 #pragma unroll
             for (int i = 0; i < PACKS; ++i) {
@@ -741,6 +743,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
     }
 }
 
+#define RETURN_ERROR_OF(call) \
+    if (const cudaError_t error = (call)) return error
+
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // No slice of n values touches more packs.
 template <int V, bool RAGGED> static int64_t max_packs(int64_t n) { return (n + (RAGGED ? 2 * V - 2 : 0)) / V; }
@@ -767,16 +772,16 @@ template <typename T, int INPUTS, bool RAGGED, int STAGES>
 static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
     void* const kernel = reinterpret_cast<void*>(norm_in_many_blocks<T, INPUTS, RAGGED, STAGES>);
     int device = 0, sms = 0, sm_shared_bytes = 0, blocks_per_sm = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&sm_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    RETURN_ERROR_OF(cudaGetDevice(&device));
+    RETURN_ERROR_OF(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    RETURN_ERROR_OF(cudaDeviceGetAttribute(&sm_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
     // A block has as many worker warps as an SM's shared memory has room for: 18 on 9.0, 13 on 8.0, 8 on 8.6, 5 on 7.5.
     // So an SM runs one block. 2560 bytes exceed its static shared memory (up to 1280) plus the 1024 of CUDA itself.
     constexpr int kWarpBytes = 32 * 384, kWarpPacks = 32 * kThreadPacks<INPUTS, STAGES>;
     const int worker_warps = std::min((sm_shared_bytes - 2560) / kWarpBytes, kMaxTileThreads / 32 - 1);
     const int block_threads = (worker_warps + 1) * 32, shared_bytes = worker_warps * kWarpBytes;  // of a block
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, block_threads, shared_bytes);
+    RETURN_ERROR_OF(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    RETURN_ERROR_OF(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, block_threads, shared_bytes));
     const int64_t resident_blocks = int64_t(blocks_per_sm) * sms;
     // A slice gets the fewest tiles that hold it. If that leaves resident blocks idle, it gets more, but each tile
     // before the last still fills at least one warp. packs_per_tile is a multiple of 32.
@@ -784,6 +789,9 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
     const int64_t wanted_tiles = std::max(fewest_tiles, std::min(most_tiles, resident_blocks / params.slices));
     const int64_t packs_per_tile = divide_up(divide_up(packs, wanted_tiles), 32) * 32;
     const int64_t tiles_per_slice = divide_up(packs, packs_per_tile);
+    if constexpr (STAGES == 4) {  // larger slices fit with three: each stage is larger
+        if (tiles_per_slice > resident_blocks) return launch_in_many_blocks<T, INPUTS, RAGGED, 3>(params, packs);
+    }
     const int64_t section_doubles = divide_up(tiles_per_slice * 2 * INPUTS, 16) * 16;
     Tiling tiling = {int(tiles_per_slice), int(packs_per_tile), int(section_doubles)};
     const size_t workspace_bytes = params.slices * section_doubles * sizeof(double);
@@ -792,8 +800,8 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
     bool writes_output = true;
     void* args[] = {&params, &tiling, &writes_output};
     if (tiles_per_slice <= resident_blocks) {
-        if (const cudaError_t error = cudaMemsetAsync(params.workspace, 0xff, workspace_bytes, params.stream))
-            return error;  // without an error each word will be kEmpty when the kernel begins
+        // When the kernel begins, each double is kEmpty.
+        RETURN_ERROR_OF(cudaMemsetAsync(params.workspace, 0xff, workspace_bytes, params.stream));
         if (cudaLaunchCooperativeKernel(kernel, grid, block_threads, args, shared_bytes, params.stream) == cudaSuccess)
             return cudaSuccess;
         // In a part of a GPU (MIG, MPS) fewer blocks may be resident than was computed. Then this launch is refused.
@@ -801,8 +809,7 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
         cudaGetLastError();
     }
     writes_output = false;
-    if (const cudaError_t error = cudaLaunchKernel(kernel, grid, block_threads, args, shared_bytes, params.stream))
-        return error;
+    RETURN_ERROR_OF(cudaLaunchKernel(kernel, grid, block_threads, args, shared_bytes, params.stream));
     writes_output = true;
     return cudaLaunchKernel(kernel, grid, block_threads, args, shared_bytes, params.stream);
 }
@@ -812,14 +819,8 @@ template <typename T, int INPUTS, bool RAGGED> static cudaError_t launch(const P
     const int64_t packs = max_packs<V, RAGGED>(params.n);
     if (packs > kMaxGroupThreads * kHeldPacks) {
         // In float32 four stages are faster than three (H200, slices of 1 MiB: 0.98 of the time, backward 0.93). In 16
-        // bits three are faster than four (0.95, backward 0.88), since the workers have more to do for each byte. But
-        // with four stages the largest slice is smaller. So the float32 backward has four only for slices that are not
-        // RAGGED and have up to 131072 packs, 2 MiB. With four stages an A100's 108 SMs have room for 134784 packs.
-        constexpr int kStages = sizeof(T) == 4 && INPUTS == 1 ? 4 : 3;
-        if constexpr (sizeof(T) == 4 && INPUTS == 2 && !RAGGED) {
-            if (packs <= 131072) return launch_in_many_blocks<T, INPUTS, RAGGED, 4>(params, packs);
-        }
-        return launch_in_many_blocks<T, INPUTS, RAGGED, kStages>(params, packs);
+        // bits three are faster than four (0.95, backward 0.88), since the workers have more to do for each byte.
+        return launch_in_many_blocks<T, INPUTS, RAGGED, sizeof(T) == 4 ? 4 : 3>(params, packs);
     }
     // launch_in_registers<T, INPUTS, PACKS, RAGGED>: a thread has up to PACKS packs. On the right: an image of bfloat16
     // whose forward takes this line.
@@ -942,6 +943,12 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* out, int64_t slices, int64_t n,
     double eps, void* (*allocate)(void* owner, int64_t bytes), void* owner, cudaStream_t stream);
 
+// Raises an error if a launch failed, and clears it: else the runtime would report it after the next launch, too.
+void check_launch(int error) {
+    if (error == 0) return;
+    cudaGetLastError();
+    TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+}
 // Returns t, or a copy if t is not contiguous or, as a view may be, not aligned to 16 bytes.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
@@ -967,9 +974,8 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
         workspace = at::empty({bytes}, workspace.options());
         return workspace.data_ptr();
     };
-    const int error = instance_norm(dtype, grad_data, input.data_ptr(), out.data_ptr(), slices, n, eps, allocate,
-        &workspace, c10::cuda::getCurrentCUDAStream().stream());
-    TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));
+    check_launch(instance_norm(dtype, grad_data, input.data_ptr(), out.data_ptr(), slices, n, eps, allocate, &workspace,
+        c10::cuda::getCurrentCUDAStream().stream()));
     return out;
 }
 #endif

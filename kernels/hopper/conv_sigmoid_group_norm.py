@@ -1208,11 +1208,12 @@ static bool is_benchmark(const Plan& plan) {
 // The forward or, with FORWARD false, h + bias. Returns a cudaError_t.
 template <typename T, bool FORWARD>
 static int launch_convolution(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
-    const int bytes =
-        int(plan_convolution(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared))));
+    const int most_bytes = int(sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
+    const int bytes = int(plan_convolution(p, int(sizes[kMultiprocessors]), most_bytes));
     auto* const kernel =
         is_benchmark(p) ? convolve_and_normalize<T, true, FORWARD> : convolve_and_normalize<T, false, FORWARD>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    // Not to `bytes`: a thread of the host that launches with fewer could set the limit anew before our launch.
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes);
     if (error != cudaSuccess) return error;
     void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
     return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
@@ -1889,9 +1890,12 @@ bool fits(const Tensor& x, bool needs_grad) {
     if (rows < 1 || columns < 2 || columns % 2 != 0 || rows * columns % 4 != 0) return false;
     // All blocks together must hold a sample, with two rows each. With 350 columns and 32 channels a block needs 223.5
     // of 227 KiB, for x and two stages of two rows. differentiate_rows takes 256 columns of x (kMaxColumns).
-    // With fewer than 2^25 samples, samples times groups stay below 2^30: an int, and a grid of finish_groups.
     const int sms = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
-    if (x.sym_size(0) >= 1 << 25 || rows > 2 * sms || columns > (needs_grad ? 254 : 350)) return false;
+    if (rows > 2 * sms || columns > (needs_grad ? 254 : 350)) return false;
+    // With fewer than 2^25 samples, samples times groups stay below 2^30: an int, and a grid of finish_groups. A
+    // program that is exported for any number of samples decides when it runs, in forward_cuda.
+    const bool any_batch = !needs_grad && x.sym_size(0).is_symbolic();
+    if (!any_batch && x.sym_size(0) >= 1 << 25) return false;
     // With gradients, where a sample is one band of differentiate_rows, its partial sums must not outnumber its h.
     // (With more bands there are few samples, and the sums take at most about 11 MB.)
     return !needs_grad || rows * columns >= 8 * (9 * x.sym_size(1) + 4);
@@ -1910,7 +1914,7 @@ TensorPair forward_meta(at::TensorList tensors, int64_t groups, double) {
 TensorPair backward_meta(const Tensor&, at::TensorList tensors, const Tensor&, bool wants_grad_x) {
     const Tensor& x = tensors[kInput];
     const auto values = tensors[kWeight].sym_numel() + 4 * tensors[kBias].sym_numel();
-    return {wants_grad_x ? at::empty_like(x) : at::empty({0}, x.options()),
+    return {wants_grad_x ? at::empty_like(x, at::MemoryFormat::Contiguous) : at::empty({0}, x.options()),
         at::empty_symint({values}, x.options().dtype(at::kFloat))};
 }
 
@@ -1955,10 +1959,11 @@ struct Arguments {
 
 TensorPair forward_cuda(at::TensorList tensors, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(tensors[kInput].device());
+    const Tensor& x = tensors[kInput];
+    if (!fits(x, false)) return {plain(tensors, groups, eps), at::empty({x.size(0), groups, 34}, x.options())};
     TensorPair results = forward_meta(tensors, groups, eps);
+    if (x.size(0) == 0) return results;
     const auto& [out, group_data] = results;
-    if (out.numel() == 0) return results;
-    if (!fits(tensors[kInput], false)) return {plain(tensors, groups, eps), group_data};
     const Arguments arguments(tensors, out, group_data);
     const auto stream = c10::cuda::getCurrentCUDAStream();
     check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, stream));
@@ -2007,8 +2012,10 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         Tensors tensors = context->get_saved_variables(), gradients(kTensors + 2);  // two: none for groups and eps
         const Tensor group_data = tensors.back();
         tensors.pop_back();
-        if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
-            backward_with_graph(context, grads[0], tensors, gradients);
+        // With is_grads_batched=True a tensor stands for several gradients: our operators have no rule for that.
+        const c10::DispatchKeySet batched({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+        if (at::GradMode::is_enabled() || grads[0].key_set().has_any(batched)) {
+            backward_by_pytorch(context, grads[0], tensors, gradients);
             return gradients;
         }
         static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
@@ -2026,17 +2033,19 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         }
         return gradients;
     }
-    // By the derivatives of the Model's lines, which PyTorch can differentiate again. They are taken with respect to
-    // views of the tensors. For tensor B may have been computed from tensor A. A's gradient must then omit what goes
-    // through B: autograd adds that later.
-    static void backward_with_graph(Context* context, const Tensor& grad, Tensors& tensors, Tensors& gradients) {
+    // By the derivatives of the Model's lines, which PyTorch can differentiate again if gradients are enabled. They are
+    // taken with respect to views of the tensors. For tensor B may have been computed from tensor A. A's gradient must
+    // then omit what goes through B: autograd adds that later.
+    static void backward_by_pytorch(Context* context, const Tensor& grad, Tensors& tensors, Tensors& gradients) {
+        const bool create_graph = at::GradMode::is_enabled();
+        const at::AutoGradMode enable_grad(true);
         Tensors wanted;
         for (int i = 0; i < kTensors; ++i) {
             tensors[i] = tensors[i].view_symint(tensors[i].sym_sizes());
             if (context->needs_input_grad(i)) wanted.push_back(tensors[i]);
         }
         const Tensor out = plain(tensors, context->saved_data["groups"].toInt(), context->saved_data["eps"].toDouble());
-        const Tensors computed = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
+        const Tensors computed = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, create_graph);
         int next = 0;
         for (int i = 0; i < kTensors; ++i) {
             if (context->needs_input_grad(i)) gradients[i] = computed[next++];
