@@ -609,8 +609,8 @@ template <int kSums> __device__ double add_every(double value) {
     for (int lane_mask = 16; lane_mask >= kSums; lane_mask /= 2) value += __shfl_xor_sync(~0u, value, lane_mask);
     return value;
 }
-// A warp adds up the published sums of a slice's tiles: kSums doubles a tile. Lane l returns the total of the sums whose
-// number is l % kSums. Each lane reads its doubles again and again until none is kEmpty.
+// A warp adds up the published sums of a slice's tiles: kSums doubles a tile. Lane l returns the total of the
+// sums numbered l % kSums. Each lane reads its doubles again and again until none is kEmpty.
 template <int kSums> __device__ double add_published(const double* from, int tiles_per_slice) {
     constexpr int kAtOnce = 8;  // how many sums a lane loads before it uses the first of them
     double total = 0;
