@@ -201,7 +201,7 @@ APPLIED = {
 }
 
 
-@pytest.mark.parametrize("case", [case for case in FIRST if case.stem in PORTABLE], ids=str)
+@first_cases
 def test_several_gradients_at_once_are_the_models(case, device):
     """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
     modules, found = build(case, device)[:2], []
