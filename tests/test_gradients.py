@@ -11,7 +11,6 @@ from cases import (
     FIRST,
     LAYOUT_CASES,
     LAYOUTS,
-    PORTABLE,
     STEMS,
     Case,
     build,
@@ -201,8 +200,7 @@ APPLIED = {
 }
 
 
-@first_cases
-def test_several_gradients_at_once_are_the_models(case, device):
+def assert_several_at_once_are_the_models(case, device):
     """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
     modules, found = build(case, device)[:2], []
     inputs = build(case, device)[2]
@@ -213,6 +211,11 @@ def test_several_gradients_at_once_are_the_models(case, device):
         found.append(torch.autograd.grad(out, tensors, grads, is_grads_batched=True))
     for own, expected in zip(*reversed(found), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
+@first_cases
+def test_several_gradients_at_once_are_the_models(case, device):
+    assert_several_at_once_are_the_models(case, device)
 
 
 @pytest.mark.parametrize("case", [case for case in FIRST if case.stem in APPLIED], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import ON_HOPPER, STEMS, Case, build, for_each_file, solution
-from test_gradients import both_ways, gradients
+from test_gradients import assert_several_at_once_are_the_models, both_ways, gradients
 from torch import nn
 
 PAIRS = [stem for stem in ("linear_instance_norm_residual", "linear_swish_group_norm") if stem in STEMS]
@@ -52,6 +52,11 @@ TRAINED = for_each_file([  # the backward's product is ours, or just not
 SMALLEST = for_each_file([rows(1024, 1024, 1024), groups(1024, 1024, 1024)])  # that kernels/hopper takes
 BENCHMARKS = for_each_file([rows(1024, 8192, 8192), groups(32768, 4096, 1024)])
 trained = pytest.mark.parametrize("case", TRAINED, ids=str)
+
+
+@pytest.mark.parametrize("case", SMALLEST, ids=str)
+def test_several_gradients_at_once(case, device):
+    assert_several_at_once_are_the_models(case, device)
 
 
 def of_rows(t, most: int):
