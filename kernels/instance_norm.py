@@ -49,20 +49,14 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in instance_norm.py"
+#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 #include <algorithm>
 #include <type_traits>
-
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory. A thread loads and stores packs. A pack is V consecutive values, mostly 16 bytes. Its address is a multiple
@@ -80,11 +74,11 @@ template <typename T> constexpr int kValuesPer16Bytes = 16 / sizeof(T);
 template <int V> constexpr unsigned kWholePack = (1u << V) - 1;  // the mask of a pack without values of neighbours
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 template <typename T, int V> __device__ __forceinline__ float value_of(const Pack<T, V>& pack, int i) {
-    return to_float(pack.value[i]);
+    return float(pack.value[i]);
 }
-// A bfloat16 is the upper half of a float, so here one instruction converts a value. to_float takes 1.5 on average.
+// A bfloat16 is the upper half of a float, so here one instruction converts a value. float(v) takes 1.5 on average.
 template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloat16, V>& pack, int i) {
-    if constexpr (V == 1) return to_float(pack.value[0]);
+    if constexpr (V == 1) return float(pack.value[0]);
     const uint32_t two = reinterpret_cast<const uint32_t*>(pack.value)[i / 2];
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
@@ -254,10 +248,10 @@ template <int INPUTS> struct Normalizer {
         for (int i = 0; i < V; ++i) {
             const float d = value_of(inputs.pack[0], i) - mean[0];
             if constexpr (INPUTS == 1) {
-                out.value[i] = from_float<T>(fmaf(d, rstd, offset));
+                out.value[i] = T(fmaf(d, rstd, offset));
             } else {
                 const float e = value_of(inputs.pack[1], i) - mean[1];
-                out.value[i] = from_float<T>(fmaf(d, -slope, e + offset) * rstd);
+                out.value[i] = T(fmaf(d, -slope, e + offset) * rstd);
             }
         }
         return out;
@@ -377,9 +371,7 @@ __global__ void __launch_bounds__(kMaxGroupThreads, 1024 / kMaxGroupThreads)
     });
     float shift[INPUTS];
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) {
-        shift[j] = span.packs > 0 ? to_float(params.from[j][span.base + span.head]) : 0;
-    }
+    for (int j = 0; j < INPUTS; ++j) shift[j] = span.packs > 0 ? float(params.from[j][span.base + span.head]) : 0;
     const auto add = [&](float* sum, const float (&shift)[INPUTS], bool of_sample) {
         for_each_pack([&](int i, int p) {
             if (!of_sample || i < kSamplePacks) add_to_sums<RAGGED>(sum, held[i], span.mask(p), shift);
@@ -473,7 +465,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
     };
     float shift[INPUTS];
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) shift[j] = to_float(slice[j * room]);
+    for (int j = 0; j < INPUTS; ++j) shift[j] = float(slice[j * room]);
     const auto add = [&](float* sum, const float (&shift)[INPUTS], bool of_sample) {
         for_each_pack(of_sample ? min(begin + kSampleWords, end) : end,
             [&](auto*, const auto& inputs) { add_to_sums<false>(sum, inputs, 0, shift); });
@@ -591,12 +583,12 @@ template <typename T, int INPUTS, bool RAGGED> struct WarpSums {
     __device__ void store(double* to, const T (&first_value)[INPUTS]) {
         add_over_lanes(sum, 32);
         if (threadIdx.x % 32 != 0) return;
-        const double x_apart = double(shift[0]) - to_float(first_value[0]);
+        const double x_apart = double(shift[0]) - float(first_value[0]);
         const double values = sum[kValuesAt];
         to[0] = sum[0] + values * x_apart;
         to[1] = sum[1] + x_apart * (2.0 * sum[0] + values * x_apart);
         if constexpr (INPUTS == 2) {
-            const double g_apart = double(shift[1]) - to_float(first_value[1]);
+            const double g_apart = double(shift[1]) - float(first_value[1]);
             to[2] = sum[2] + values * g_apart;
             to[3] = sum[3] + x_apart * sum[2] + g_apart * to[0];
         }
@@ -722,7 +714,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
                 double sum[kSums];
                 float shift[INPUTS];
 #pragma unroll
-                for (int j = 0; j < INPUTS; ++j) shift[j] = to_float(waiting.first_value[j]);
+                for (int j = 0; j < INPUTS; ++j) shift[j] = float(waiting.first_value[j]);
 #pragma unroll
                 for (int k = 0; k < kSums; ++k) sum[k] = __shfl_sync(~0u, total, k);
                 known_normalizer.set(sum, shift, params.inverse_n, params.eps);
