@@ -529,15 +529,17 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     if (dtype == 2) call(__nv_bfloat16());
     return cudaGetLastError();
 }
-template <bool MN_MAJOR, class Epilogue> static void launch_multiply(const Operand& a, const Operand& b,
+template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
     const float* unscale, int unscale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
     // See Restarts. run_lines divides kScaleLines, as the scale may change after these.
     const int lines = int(stride_of(k, 2) / kLineHalves), run_lines = k < 1024 ? 1 : k < 4096 ? 2 : 4;
     kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, run_lines, epilogue);
+    return cudaGetLastError();
 }
 // Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets all rows' `unscale`, then all rows' `doubt`.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
@@ -553,8 +555,7 @@ template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __h
     const int64_t stride = stride_of(linear.k, 2);
     launch_split<2>(linear.x, linear.weight, linear.m, linear.m + linear.n, linear.k, pieces, linear.unscale, stream);
     const Operand a = {pieces, linear.m, stride}, b = {pieces + linear.m * stride, linear.n, stride};
-    launch_multiply<false>(a, b, linear.unscale, 0, linear.n, linear.k, epilogue, stream);
-    return cudaGetLastError();
+    return launch_multiply<false>(a, b, linear.unscale, 0, linear.n, linear.k, epilogue, stream);
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
@@ -633,14 +634,14 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
     __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
     launch_split<2>(other, nullptr, terms, terms, k, halves_b, unscale_doubt_b, stream);
     constexpr int kBytes = kSide * kSharedStride * int(sizeof(float));
-    cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    const int error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
     split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
         g, int(m), int(n), wgrad, unscale_doubt_b, halves_a, unscale_a);
     const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    launch_multiply<true>(a, b, unscale_a, int(rows), int(k), terms, epilogue, stream);
-    return cudaGetLastError();
+    return launch_multiply<true>(a, b, unscale_a, int(rows), int(k), terms, epilogue, stream);
 }
 
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
