@@ -476,7 +476,7 @@ __device__ __forceinline__ void store_values(
 struct LinearLayer {
     const float *x, *weight, *linear_bias;
     int m, n, k;
-    float *unscale, *doubt;  // of x's m rows, then of W's n rows; launch_split needs doubt == unscale + m + n
+    const float *unscale, *doubt;  // of x's m rows, then of W's n rows
     // values[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet
     // by that of W's.
     __device__ __forceinline__ void to_h(int row, int column, float (&values)[4][16]) const {
@@ -548,14 +548,6 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
     while (threads < 256 && 2 * kHeldPairs * threads < k) threads *= 2;
     split_rows<PIECES>
         <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, unscale_doubt, unscale_doubt + rows);
-}
-// Splits x and W, multiplies them, and hands the sums to the epilogue, which calls linear.to_h.
-template <class Epilogue> static int launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
-    const LinearLayer& linear = epilogue.linear;
-    const int64_t stride = stride_of(linear.k, 2);
-    launch_split<2>(linear.x, linear.weight, linear.m, linear.m + linear.n, linear.k, pieces, linear.unscale, stream);
-    const Operand a = {pieces, linear.m, stride}, b = {pieces + linear.m * stride, linear.n, stride};
-    return launch_multiply<false>(a, b, linear.unscale, 0, linear.n, linear.k, epilogue, stream);
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
@@ -858,8 +850,12 @@ struct StoreLinear {
 };
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
     float* unscale_doubt, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    __half* const halves = static_cast<__half*>(pieces);
+    launch_split<2>(x, weight, m, m + n, k, halves, unscale_doubt, stream);
+    const int64_t stride = stride_of(k, 2);
+    const Operand a = {halves, int(m), stride}, b = {halves + m * stride, int(n), stride};
     const LinearLayer linear = {x, weight, linear_bias, int(m), int(n), int(k), unscale_doubt, unscale_doubt + m + n};
-    return launch_linear(StoreLinear{linear, h}, static_cast<__half*>(pieces), stream);
+    return launch_multiply<false>(a, b, unscale_doubt, 0, int(n), k, StoreLinear{linear, h}, stream);
 }
 """
 
