@@ -164,12 +164,6 @@ constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
 constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
-struct Sum {
-    __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
-};
-struct Max {
-    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -236,7 +230,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     for_each_pair([&](int, const float2& pair) {
         largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
     });
-    largest = reduce(largest, 32, Max());
+    largest = reduce(largest, 32, fmaxf);
     if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
@@ -510,7 +504,7 @@ struct LinearLayer {
             float sum = 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
-            sum = reduce(sum, 32, Sum()) + linear_bias[row_w];
+            sum = reduce(sum, 32, __fadd_rn) + linear_bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
@@ -600,7 +594,7 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
             values[j] = square[i * row_stride + own_k * k_stride] * factor;
             largest = fmaxf(largest, finite_magnitude(values[j]));
         }
-        const int exponent = scale_exponent(reduce(largest, 16, Max()));
+        const int exponent = scale_exponent(reduce(largest, 16, fmaxf));
         const float scale = power_of_two(exponent);
         if (row >= rows) continue;
 #pragma unroll
@@ -659,7 +653,7 @@ constexpr int kThreadValues = 32;
 template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT], int group_threads) {
     __shared__ float warp_sums[COUNT][kBlockThreads / 32];
 #pragma unroll
-    for (int c = 0; c < COUNT; ++c) v[c] = reduce(v[c], min(group_threads, 32), Sum());
+    for (int c = 0; c < COUNT; ++c) v[c] = reduce(v[c], min(group_threads, 32), __fadd_rn);
     if (group_threads <= 32) return;
     __syncthreads();  // all warps have read what an earlier call left in warp_sums
     const int warps = group_threads / 32;
@@ -670,7 +664,7 @@ template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT]
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < COUNT; ++c) {
-        v[c] = reduce(warp_sums[c][threadIdx.x / group_threads * warps + threadIdx.x % warps], warps, Sum());
+        v[c] = reduce(warp_sums[c][threadIdx.x / group_threads * warps + threadIdx.x % warps], warps, __fadd_rn);
     }
 }
 

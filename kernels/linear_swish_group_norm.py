@@ -171,12 +171,6 @@ constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
 constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
-struct Sum {
-    __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
-};
-struct Max {
-    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -243,7 +237,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     for_each_pair([&](int, const float2& pair) {
         largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
     });
-    largest = reduce(largest, 32, Max());
+    largest = reduce(largest, 32, fmaxf);
     if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
@@ -517,7 +511,7 @@ struct LinearLayer {
             float sum = 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
-            sum = reduce(sum, 32, Sum()) + linear_bias[row_w];
+            sum = reduce(sum, 32, __fadd_rn) + linear_bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
             doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
@@ -607,7 +601,7 @@ __global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const fl
             values[j] = square[i * row_stride + own_k * k_stride] * factor;
             largest = fmaxf(largest, finite_magnitude(values[j]));
         }
-        const int exponent = scale_exponent(reduce(largest, 16, Max()));
+        const int exponent = scale_exponent(reduce(largest, 16, fmaxf));
         const float scale = power_of_two(exponent);
         if (row >= rows) continue;
 #pragma unroll
@@ -675,15 +669,15 @@ template <int COUNT> __device__ __forceinline__ void center_group(
     float mean = 0, mean_lo = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
-    mean = reduce(mean, lanes, Sum());
+    mean = reduce(mean, lanes, __fadd_rn);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
         mean_lo += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
-    squares = reduce(squares, lanes, Sum()) * share;
-    mean_lo = reduce(mean_lo, lanes, Sum()) * share;  // what the rounding of the mean left over
+    squares = reduce(squares, lanes, __fadd_rn) * share;
+    mean_lo = reduce(mean_lo, lanes, __fadd_rn) * share;  // what the rounding of the mean left over
     if (isinf(squares)) mean_lo = 0;  // rstd is to be 0: an infinite mean_lo would make it NaN, by inf - inf
     rstd = reciprocal_sqrt(fmaf(-mean_lo, mean_lo, squares) + eps);
     shift = -mean_lo * rstd;
@@ -807,8 +801,8 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
         mean_d += d[i];
         mean_dz = fmaf(d[i], z[i], mean_dz);
     }
-    mean_d = reduce(mean_d, lanes, Sum()) * share;
-    mean_dz = reduce(mean_dz, lanes, Sum()) * share;
+    mean_d = reduce(mean_d, lanes, __fadd_rn) * share;
+    mean_dz = reduce(mean_dz, lanes, __fadd_rn) * share;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
