@@ -47,6 +47,8 @@ from torch.utils import cpp_extension
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
 // Read "The rows" first. They follow "The gradients dX = G W and dW = G^T x", far below.
+#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -164,14 +166,6 @@ constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
 constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
-
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 // Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
 template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, Op op) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
@@ -728,8 +722,8 @@ template <typename T, int TENSORS> struct HeldRow {
             for (int j = 0; j < V; ++j) {
                 float v[TENSORS];
 #pragma unroll
-                for (int t = 0; t < TENSORS; ++t) v[t] = to_float(pack[t].value[j]);
-                result.value[j] = from_float<T>(value(v));
+                for (int t = 0; t < TENSORS; ++t) v[t] = float(pack[t].value[j]);
+                result.value[j] = T(value(v));
             }
             if (to != nullptr) reinterpret_cast<RowPack*>(to + row * n)[index] = result;
         });
@@ -748,14 +742,14 @@ template <class Row> __device__ __forceinline__ RowStatistics row_statistics(con
     const float share = 1.0f / row.n;  // multiplies each term of the mean: the plain sum could overflow
     float mean[1] = {};
     row.for_each_pack([&](const auto& pack, int) {
-        for (const auto v : pack[0].value) mean[0] = fmaf(to_float(v), share, mean[0]);
+        for (const auto v : pack[0].value) mean[0] = fmaf(float(v), share, mean[0]);
     });
     sum_group(mean, row.group_threads);
     float sums[2] = {};  // of deviations, of their squares
     row.for_each_pack([&](const auto& pack, int) {
         float deviations = 0, squares = 0;
         for (const auto v : pack[0].value) {
-            const float deviation = to_float(v) - mean[0];
+            const float deviation = float(v) - mean[0];
             deviations += deviation;
             squares = fmaf(deviation, deviation, squares);
         }

@@ -54,6 +54,8 @@ from torch.utils import cpp_extension
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
 // Read "The groups of linear_swish_group_norm" first. They follow "The gradients dX = G W and dW = G^T x", far below.
+#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -171,14 +173,6 @@ constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
 constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
-
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 // Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
 template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, Op op) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
@@ -755,7 +749,7 @@ template <typename T> __global__ void __launch_bounds__(256)
     const auto load = [&](float (&to)[V], const T* from, int64_t row) {
         const Pack<T, V> pack = reinterpret_cast<const Pack<T, V>*>(from)[row * packs_of_row + pack_column];
 #pragma unroll
-        for (int j = 0; j < V; ++j) to[j] = to_float(pack.value[j]);
+        for (int j = 0; j < V; ++j) to[j] = float(pack.value[j]);
     };
     float own_bias[V], own_gamma[V], own_beta[V], values[kThreadRows][V];
     load(own_bias, bias, 0);
@@ -769,7 +763,7 @@ template <typename T> __global__ void __launch_bounds__(256)
         finish_group(values[r], own_bias, own_gamma, own_beta, lanes, eps);
         Pack<T, V> pack;
 #pragma unroll
-        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(values[r][j]);
+        for (int j = 0; j < V; ++j) pack.value[j] = T(values[r][j]);
         const int64_t row = thread_row + r;
         if (row < m) reinterpret_cast<Pack<T, V>*>(out)[row * packs_of_row + pack_column] = pack;
     }
@@ -789,15 +783,15 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
     const float share = 1.0f / (4 * lanes);
     float z[4], d[4], rstd, shift, mean_d = 0, mean_dz = 0;  // mean_d and mean_dz are first the sums of d and d z
 #pragma unroll
-    for (int i = 0; i < 4; ++i) z[i] = activation(to_float(h.value[i])) + to_float(bias.value[i]);
+    for (int i = 0; i < 4; ++i) z[i] = activation(float(h.value[i])) + float(bias.value[i]);
     center_group(z, lanes, eps, rstd, shift);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         z[i] = fmaf(z[i], rstd, shift);
-        const float grad_i = to_float(grad.value[i]);
+        const float grad_i = float(grad.value[i]);
         sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
         sums[3][i] += grad_i;
-        d[i] = grad_i * to_float(gamma.value[i]);
+        d[i] = grad_i * float(gamma.value[i]);
         mean_d += d[i];
         mean_dz = fmaf(d[i], z[i], mean_dz);
     }
@@ -806,7 +800,7 @@ template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
-        g[i] = g_v * activation_slope(to_float(h.value[i]));
+        g[i] = g_v * activation_slope(float(h.value[i]));
         sums[0][i] += g[i];
         sums[1][i] += g_v;
     }
@@ -834,7 +828,7 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
         find_gradient(load_pack(h, row), load_pack(grad, row), own_bias, own_gamma, lanes, eps, row_g, sums);
         Pack<T, 4> pack;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pack.value[i] = from_float<T>(row_g[i]);
+        for (int i = 0; i < 4; ++i) pack.value[i] = T(row_g[i]);
         if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = pack;
     }
 #pragma unroll
@@ -860,7 +854,7 @@ template <typename T> __global__ void __launch_bounds__(256)
     __syncthreads();
     if (warp > 0 || column >= 4 * n) return;
     for (int w = 1; w < 8; ++w) sum += warp_sums[w][lane];
-    sums[column] = from_float<T>(float(sum));
+    sums[column] = T(float(sum));
 }
 
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
