@@ -798,31 +798,23 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads) row_gradi
     });
 }
 
-// The number of threads in the smallest group that holds a row, else 256, which read the rest of it again.
-static int group_threads_for(int64_t n) {
+// Without grad: writes the network's output to out. With it: G to out and, if grad_y is not null, y's gradient to grad_y.
+// All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
+extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
+    int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream) {
     int group_threads = 8;
     while (group_threads < kBlockThreads && group_threads * kThreadValues < n) group_threads *= 2;
-    return group_threads;
-}
-// All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
-extern "C" int launch_finish_rows(
-    int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream) {
+    const unsigned blocks = unsigned(divide_up(m * group_threads, kBlockThreads));
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        const int group_threads = group_threads_for(n);
-        finish_rows<<<unsigned(divide_up(m * group_threads, kBlockThreads)), kBlockThreads, 0, stream>>>(
-            as(h), as(y), static_cast<T*>(out), m, int(n), eps, group_threads);
-    });
-}
-extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* g, void* grad_y,
-    int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream) {
-    return with_dtype(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        const int group_threads = group_threads_for(n);
-        row_gradients<<<unsigned(divide_up(m * group_threads, kBlockThreads)), kBlockThreads, 0, stream>>>(as(h), as(y),
-            as(grad), static_cast<T*>(g), static_cast<T*>(grad_y), m, int(n), eps, truncation, group_threads);
+        T *const to = static_cast<T*>(out), *const to_grad_y = static_cast<T*>(grad_y);
+        if (grad == nullptr) {
+            finish_rows<<<blocks, kBlockThreads, 0, stream>>>(as(h), as(y), to, m, int(n), eps, group_threads);
+        } else {
+            row_gradients<<<blocks, kBlockThreads, 0, stream>>>(
+                as(h), as(y), as(grad), to, to_grad_y, m, int(n), eps, truncation, group_threads);
+        }
     });
 }
 
@@ -968,9 +960,7 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
 #ifdef WITH_CUDA
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
     float* unscale_doubt, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
-extern "C" int launch_finish_rows(
-    int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream);
-extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* g, void* grad_y,
+extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
     int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream);
 
 at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -990,8 +980,8 @@ at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(n % 8 == 0, "rows of a multiple of 8 features");
     if (h.numel() == 0) return out;
-    check_launch(launch_finish_rows(kernel_dtype(h), aligned_h.data_ptr(), aligned_y.data_ptr(), out.data_ptr(), m, n,
-        float(eps), current_stream()));
+    check_launch(launch_rows(kernel_dtype(h), aligned_h.data_ptr(), aligned_y.data_ptr(), nullptr, out.data_ptr(),
+        nullptr, m, n, float(eps), 0, current_stream()));
     return out;
 }
 std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
@@ -1001,9 +991,9 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, 
     const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h), aligned_y = aligned(y);
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0, "rows of a multiple of 8 features");
-    check_launch(launch_row_gradients(kernel_dtype(h), aligned_h.data_ptr(), aligned_y.data_ptr(),
-        aligned_grad.data_ptr(), g.data_ptr(), needs_grad_y ? grad_y.data_ptr() : nullptr, m, n, float(eps),
-        float(truncation), current_stream()));
+    check_launch(
+        launch_rows(kernel_dtype(h), aligned_h.data_ptr(), aligned_y.data_ptr(), aligned_grad.data_ptr(), g.data_ptr(),
+            needs_grad_y ? grad_y.data_ptr() : nullptr, m, n, float(eps), float(truncation), current_stream()));
     return {g, grad_y};
 }
 #endif
