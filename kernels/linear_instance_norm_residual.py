@@ -14,7 +14,7 @@ On a GPU a large float32 product (`_is_large`) runs on tensor cores, where that 
 (`_BY_PIECES`) and TF32 is not allowed: each number is split into two fp16 numbers, and three fp16 products take the
 place of the float32 one, with less error (of gradients, too, unless features or rows differ by more than 2^19).
 nn.Linear (cuBLAS) does all other products, and is launched before Python checks whether the rest fits, so that the GPU
-starts early. Some small 16-bit layers are computed in float32 (`_cancels`). `finish_rows` then reads h and y, each
+starts early. Some small 16-bit layers are computed in float32 (`_in_float32`). `finish_rows` then reads h and y, each
 value once if F <= 8192, and writes the output.
 
 In the backward `row_gradients` reads h, y and the output's gradient, again each value once if F <= 8192, and
@@ -22,7 +22,7 @@ writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three 
 was and they are large, else by cuBLAS.
 
 On a CPU, threads finish the rows of PyTorch's product. 16-bit inputs are computed in float32 where that is faster, even
-if they need gradients (`_is_upcast`). Read "The rows" first; "The product" says how x W^T is computed.
+if they need gradients (`_in_float32`). Read "The rows" first; "The product" says how x W^T is computed.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
 reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.16 ms,
@@ -798,7 +798,7 @@ template <typename T> __global__ void __launch_bounds__(kBlockThreads) row_gradi
     });
 }
 
-// Without grad: writes the network's output to out. With it: G to out and, if grad_y is not null, y's gradient to grad_y.
+// Without grad: writes the network's output to out. With it: G to out, and y's gradient to grad_y, unless that is null.
 // All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
 extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
     int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream) {
@@ -1223,25 +1223,22 @@ def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_piec
     return g.t().mm(other) if wgrad else g.mm(other)
 
 
-def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a CPU computes 16-bit inputs in float32 and rounds only the output: from 32 rows on, below which that is
-    no faster. In a program that is exported, for any number of rows: to ask for it would fix it."""
-    if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
-        return False
-    return _is_layer(linear, x) and (_is_exporting() or x.shape[0] >= 32)
+def _in_float32(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether 16-bit inputs are computed in float32, and only the output is rounded.
 
-
-def _cancels(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a GPU computes 16-bit inputs in float32, for the sake of their gradients.
-
-    It does if the product is small and dX or the bias's gradient has fewer than 64 values. Each value is a long sum
-    whose terms cancel (each row of G is orthogonal to that of h). Errors of rounding do not average out over so few
-    values: for one row in float16, the error of dX was 70 times eager's. For 2^22 multiplications the conversions take
-    a few microseconds.
+    On a CPU from 32 rows on, below which that is no faster. In a program that is exported, for any number of rows: to
+    ask for it would fix it. On a GPU if the product is small and dX or the bias's gradient has fewer than 64 values.
+    Each value is a long sum whose terms cancel (each row of G is orthogonal to that of h). Errors of rounding do not
+    average out over so few values: for one row in float16, the error of dX was 70 times eager's. For 2^22
+    multiplications the conversions take a few microseconds.
     """
-    if not isinstance(x, torch.Tensor) or not x.is_cuda or x.dtype is torch.float32 or not _is_layer(linear, x):
+    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or (x.is_cpu and not _WITHOUT_BF16):
+        return False
+    if not _is_layer(linear, x):
         return False
     (m, k), n = x.shape, linear.weight.shape[0]
+    if x.is_cpu:
+        return _is_exporting() or m >= 32
     return (m * k < 64 or n < 64) and m * n * k <= 2**22
 
 
@@ -1373,7 +1370,7 @@ class ModelNew(nn.Module):
             tensors = x, linear.weight, linear.bias
             h = LinearByPieces.apply(*tensors) if _is_recorded(*tensors) else _operators.forward(*tensors)
             return _finish(norm, h, y, _truncation_of(x.shape[1]))
-        if (_is_upcast(linear, x) or _cancels(linear, x)) and _is_bare(norm) and _are_plain_tensors(x, y):
+        if _in_float32(linear, x) and _is_bare(norm) and _are_plain_tensors(x, y):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
             return _finish(norm, h, y.float(), upcast=True).to(x.dtype)
         return _finish(norm, linear(x), y)
