@@ -1329,12 +1329,11 @@ def _is_large(m: int, n: int, k: int) -> bool:
     one for each SM. For 2^30 multiplications SGEMM takes some 40 us on an H100, several times what our launches take.
     If m, n or k is small, the split takes longer than the product saves. For larger sizes than _MOST a launch of
     split_gradient would have more blocks than a grid may have."""
+    known = bool
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
         from torch.fx.experimental.symbolic_shapes import statically_known_true as known
-
-        if not (known(m >= 128) and known(m * n >= 2**20) and known(m * n * k >= 2**30) and known(m <= _MOST)):
-            return False
-    return all(128 <= size <= _MOST for size in (m, n, k)) and m * n >= 2**20 and m * n * k >= 2**30
+    in_range = all(known(size >= 128) and known(size <= _MOST) for size in (m, n, k))
+    return in_range and known(m * n >= 2**20) and known(m * n * k >= 2**30)
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
