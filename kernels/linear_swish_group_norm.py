@@ -775,38 +775,9 @@ template <typename T> __global__ void __launch_bounds__(256)
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * activation_slope(h)
 //
 // The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad z and grad.
-
-// Each of a group's `lanes` lanes calls this with its four columns of a row. It computes G into g, and adds the row's
-// terms to four sums: sums[0] of G, sums[1] of G_v, sums[2] of grad z, sums[3] of grad.
-template <typename T> __device__ __forceinline__ void find_gradient(const Pack<T, 4>& h, const Pack<T, 4>& grad,
-    const Pack<T, 4>& bias, const Pack<T, 4>& gamma, int lanes, float eps, float (&g)[4], float (&sums)[4][4]) {
-    const float share = 1.0f / (4 * lanes);
-    float z[4], d[4], rstd, shift, mean_d = 0, mean_dz = 0;  // mean_d and mean_dz are first the sums of d and d z
-#pragma unroll
-    for (int i = 0; i < 4; ++i) z[i] = activation(float(h.value[i])) + float(bias.value[i]);
-    center_group(z, lanes, eps, rstd, shift);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        z[i] = fmaf(z[i], rstd, shift);
-        const float grad_i = float(grad.value[i]);
-        sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
-        sums[3][i] += grad_i;
-        d[i] = grad_i * float(gamma.value[i]);
-        mean_d += d[i];
-        mean_dz = fmaf(d[i], z[i], mean_dz);
-    }
-    mean_d = reduce(mean_d, lanes, __fadd_rn) * share;
-    mean_dz = reduce(mean_dz, lanes, __fadd_rn) * share;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
-        g[i] = g_v * activation_slope(float(h.value[i]));
-        sums[0][i] += g[i];
-        sums[1][i] += g_v;
-    }
-}
-// A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns. The block writes G to g,
-// and the four sums over its rows to partials[blockIdx.x][4][n].
+//
+// A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns, and `lanes` neighbouring
+// lanes a group. The block writes G to g, and the four sums over its rows to partials[blockIdx.x][4][n].
 constexpr int kBlockRows = 128;  // a column of a block has 4 sums, so `partials` has 4/128 as many values as G
 template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
@@ -824,12 +795,34 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
     float sums[4][4] = {};
 #pragma unroll 2
     for (int64_t row = first_row + warp; row < min(first_row + kBlockRows, int64_t(m)); row += 8) {
-        float row_g[4];
-        find_gradient(load_pack(h, row), load_pack(grad, row), own_bias, own_gamma, lanes, eps, row_g, sums);
-        Pack<T, 4> pack;
+        const Pack<T, 4> own_h = load_pack(h, row), own_grad = load_pack(grad, row);
+        Pack<T, 4> own_g;
+        const float share = 1.0f / (4 * lanes);
+        float z[4], d[4], rstd, shift, mean_d = 0, mean_dz = 0;  // mean_d and mean_dz are first the sums of d and d z
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pack.value[i] = T(row_g[i]);
-        if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = pack;
+        for (int i = 0; i < 4; ++i) z[i] = activation(float(own_h.value[i])) + float(own_bias.value[i]);
+        center_group(z, lanes, eps, rstd, shift);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            z[i] = fmaf(z[i], rstd, shift);
+            const float grad_i = float(own_grad.value[i]);
+            sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
+            sums[3][i] += grad_i;
+            d[i] = grad_i * float(own_gamma.value[i]);
+            mean_d += d[i];
+            mean_dz = fmaf(d[i], z[i], mean_dz);
+        }
+        mean_d = reduce(mean_d, lanes, __fadd_rn) * share;
+        mean_dz = reduce(mean_dz, lanes, __fadd_rn) * share;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
+            const float g_h = g_v * activation_slope(float(own_h.value[i]));
+            sums[0][i] += g_h;
+            sums[1][i] += g_v;
+            own_g.value[i] = T(g_h);
+        }
+        if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = own_g;
     }
 #pragma unroll
     for (int i = 0; i < 16; ++i) warp_sums[warp][i / 4][lane * 4 + i % 4] = sums[i / 4][i % 4];
