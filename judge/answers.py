@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from judge.gates import chunks, distance
 from judge.source import reseed
@@ -152,7 +151,7 @@ def parameters_by_name(module: torch.nn.Module, own: Own) -> dict[str, torch.nn.
 def answers_of(module, sets: list[list], request: Request, own: Own = None, call=None) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
     call, parameters = call or module, parameters_by_name(module, own)
-    every = [*module.parameters()]
+    every = [*parameters.values()]
     every = every[::2] if How.IN_PART in request.how else every[1::2] if How.OTHER_PART in request.how else []
     frozen = [p for p in every if p.requires_grad]
     for p in frozen:
@@ -273,7 +272,19 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
 
 
 def kind_of(result) -> str:
-    return re.sub(r"\bjudged_\d+\.", "", str(tree_structure(result))).replace("ModelNew", "Model")
+    """How it is put together: (y, {"a": z}) as tuple[*, dict{'a': *}], and a named tuple as Point(x, y)[*, *]."""
+    parts, spec = tree_flatten(result, is_leaf=lambda part: part is not result)
+    if spec.type is None:
+        return "*"
+    name, kinds = type(result).__name__, [kind_of(part) for part in parts]
+    if isinstance(result, dict):
+        inside = ", ".join(f"{key!r}: {kind}" for key, kind in zip(result, kinds))
+        return f"{name}{{{inside}}}"
+    if hasattr(result, "_fields"):
+        name += f"({', '.join(result._fields)})"
+    elif not isinstance(result, (list, tuple)):  # a class that tells PyTorch of its parts, and of what they are not
+        name += f"({spec.context})"
+    return f"{name}[{', '.join(kinds)}]"
 
 
 def in_order(result):

@@ -51,7 +51,7 @@ FAR_OFF = 30.0  # times the tolerance: gradients that are seen without float64's
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
 EMPTY = re.compile(r"shape \[(\d+, )*0[,\]]")  # in a form: of a tensor without elements
-SEQUENCE = re.compile(r"TreeSpec\((?!dict)\w+")  # a list, a tuple, or a named one, as torch.max gives it
+SEQUENCE = re.compile(r"\w+(\([^()]*\))?\[")  # how `kind_of` begins a list, a tuple or a named one
 MOST_STEPS = 1e-3  # the share of places where the Model may jump
 STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so many where it was not yet seen to
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
@@ -437,7 +437,8 @@ def both_gates(case: Case, direction: str) -> None:
                 case.model.load_state_dict(case.initial)
                 perturb(case.model, case.seed + seed)
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
-            when = f"batch {case.batch}, " * bool(case.batch) + f"seed {case.seed + seed}"
+            whose = "inputs and weights" if case.unmatched else "inputs and of new weights and buffers"
+            when = f"batch {case.batch}, " * bool(case.batch) + f"seed {case.seed + seed} of {whose}"
             plain = Request(when, direction, seed, loaded, both_gates=True)
             try:
                 ask(case, replace(plain, when=f"from memory full of NaN, {when}", how=How.POISONED | loaded))
@@ -588,7 +589,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         states[1] = case.state(other)
     settle(case.device)
     reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
-    if len(reply["forms"]) != len(places):
+    if not len(reply["forms"]) == len(reply["names"]) == len(places):
         reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
     if How.IGNORED not in request.how:  # whose question is whether it has a training mode
@@ -598,17 +599,18 @@ def put(case: Case, request: Request, must: bool) -> None:
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["given"] != expected[0].given and reply["tree"] == expected[0].tree:
-        case.lacks(f"gives {shown(reply['given'])}, the Model {shown(expected[0].given)}")
+        case.lacks(f"gives {reply['given']}, the Model {expected[0].given}")
     if reply["tree"] != expected[0].tree:
-        said = f"gives {shown(reply['tree'])}, the Model {shown(expected[0].tree)}"
-        as_lists = (SEQUENCE.sub("TreeSpec(list", tree) for tree in (reply["tree"], expected[0].tree))
+        said = f"gives {reply['tree']}, the Model {expected[0].tree}"
+        as_lists = (SEQUENCE.sub("list[", tree) for tree in (reply["tree"], expected[0].tree))
         (wrong.append if len({*as_lists}) > 1 else case.lacks)(said)
     reject(request, wrong)
     case.graphs |= reply["graphs"]
     if REUSED in reply["did"] and REUSED not in expected[0].did and How.CLONED not in request.how:
         return put(case, replace(request, how=request.how | How.CLONED), must)
 
-    for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
+    for answer, forms, place, names in zip(expected, reply["forms"], places, reply["names"]):
+        reject(request, other_values(answer, forms, names))
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
     if request.random and len(expected) > 1:
         for k, (name, x) in enumerate(expected[0].tensors().items()):
@@ -624,14 +626,6 @@ def put(case: Case, request: Request, must: bool) -> None:
         and not all(same_bits(a, b) for a, b in zip(*places[:2]))
     ):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
-
-
-def shown(tree: str) -> str:
-    """PyTorch's TreeSpec(list, None, [*, *]) as list[*, *]."""
-    tree = " ".join(tree.split())
-    if "dict" in tree.lower():
-        return tree
-    return re.sub(r"TreeSpec\((\w+), None, \[", r"\1[", tree).replace("])", "]")
 
 
 def look_at_slopes(case: Case, request: Request, given: list) -> None:
@@ -656,6 +650,19 @@ def look_at_slopes(case: Case, request: Request, given: list) -> None:
         reject(request, [said.format(name) for name in found])
 
 
+def other_values(answer: Answer, forms: list, names: list[str]) -> list[str]:
+    """The gradients, and tensors of the state, that the candidate alone gives or the Model alone, and why."""
+    missing, more = ([name for name in a if name not in b] for a, b in ((answer.leaves, names), (names, answer.leaves)))
+    said = [f"gives {some(more)}, which the Model does not"] * bool(more)
+    if missing:
+        outputs = [recorded for name, (_, _, recorded) in zip(names, forms) if name.startswith("output")]
+        why = "no such parameter of ModelNew requires a gradient"
+        if not any(recorded.startswith("True") for recorded in outputs):
+            why = f"its output{'s' * (len(outputs) > 1)} require{'s' * (len(outputs) == 1)} no gradient"
+        said.append(f"gives no {some(missing)}, the Model does: {why}")
+    return said
+
+
 def reject(request: Request, wrong: list[str], kind: str = "wrong", firm: bool = False) -> None:
     if wrong:
         raise Rejected(*(f"{what} ({request.when})" for what in wrong), kind=kind, firm=firm)
@@ -664,11 +671,7 @@ def reject(request: Request, wrong: list[str], kind: str = "wrong", firm: bool =
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
     """Raises Rejected where an answer is wrong: the form of its values (of a number also the value), or its tensors."""
     if len(forms) != len(answer.forms):
-        said = f"gives {len(forms)} values, the Model {len(answer.forms)}"
-        missing = [*answer.leaves][len(forms) :]
-        if missing and all(name.startswith("gradient") for name in missing):
-            said = f"gives no {some(missing)}, the Model does: its output has requires_grad False"
-        reject(request, [said])
+        reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}"])
     inspect_forms(case, request, answer, forms)
     given = [new.to(eager.device) for eager, new in zip(answer.tensors().values(), given)]
     pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]

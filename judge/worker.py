@@ -85,7 +85,7 @@ FORM = ("", [0], "")
 REPLIES = {
     "failed": {"kind": "", "wrong": [""]},
     "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "takes": [""]},
-    "call": {"forms": [[FORM]], "tree": "", "given": "", "did": [""], "graphs": True},
+    "call": {"forms": [[FORM]], "names": [[""]], "tree": "", "given": "", "did": [""], "graphs": True},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
     "time": {"ms": 0.0, "forms": [FORM]},
     "aged": {"aged": True},
@@ -413,9 +413,9 @@ class Contender:
             setattr(module.get_submodule(owner), last, p)
         if How.CHANNELS_LAST in request.how:
             module._apply(torch.Tensor.contiguous)
-        forms = [each.forms for each in found]
-        first = found[0]
-        return {"forms": forms, "tree": first.tree, "given": first.given, "did": first.did, "graphs": self.graphs}
+        forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
+        told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
+        return {"forms": forms, "names": names, "graphs": self.graphs, **told}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
         if How.CAPTURED in request.how:
