@@ -66,6 +66,7 @@ class How(Flag):
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
     SPARING = auto()  # only those weights are written whose values change
     TWIN = auto()  # another instance, with other weights, is called first
+    SECOND = auto()  # the instance that is asked is not the one that was called first of all
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     ASSIGNED = auto()  # the weights are other parameters, as load_state_dict(..., assign=True) makes them
     EXCHANGED = auto()  # the weights come by p.data = ..., as averaged ones do: neither p nor its version changes

@@ -38,7 +38,7 @@ from judge.answers import (
     tensors_of,
     wrong_slopes,
 )
-from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, perturb, requests_after
+from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, half, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of, takes_of
 
@@ -59,7 +59,6 @@ MANY_BYTES = 1 << 27  # of inputs and answer, at most, where the batch is many t
 NAMED = 4  # parameters at most, in a reason
 SOME = 0.05  # the share of elements at most in which a right answer is far off where the Model is, too
 Unjudged = partial(Rejected, kind="model")  # the Model's answers are no measure of the candidate's
-HALVES = {float: lambda x: 0.5 * x, int: lambda x: x // 2 or x}  # of numbers that are no tensors
 
 
 @contextlib.contextmanager
@@ -521,8 +520,9 @@ def depends_on_layout(case: Case, request: Request, model: torch.nn.Module, sets
     called = copy.deepcopy(model).train(How.TRAIN in request.how)
     with of_the_model(case.precision):
         dense = case.answers(called, sets, replace(request, incoming="dense"))[0].tensors()
-    pairs = [(x.double(), dense[name].double()) for name, x in answer.tensors().items() if x.is_floating_point()]
-    return not all(gates.close(x, other, 1e-2, 1e-2 * float(other.abs().max())) for x, other in pairs if x.numel())
+    pairs = [(x, dense[name]) for name, x in answer.tensors().items() if x.is_floating_point() and x.numel()]
+    most = [float(gates.size(gates.as_numbers(other)).max()) for _, other in pairs]
+    return not all(gates.are_close(*pair, 1e-2, scale) for pair, scale in zip(pairs, most))
 
 
 def put(case: Case, request: Request, must: bool) -> None:
@@ -538,9 +538,9 @@ def put(case: Case, request: Request, must: bool) -> None:
         if request.change and (i or not request.alike):
             reseed(request.seed + i)
             changed.extend(known.changed(x, request.change) for x, known in zip(tensors_of(drawn), case.inputs_are))
-            if request.change is Inputs.other_integers and tree_any(lambda x: type(x) in HALVES, drawn):
-                changed.append(True)
-                drawn = tree_map(lambda x: HALVES[type(x)](x) if type(x) in HALVES else x, drawn)
+            if request.change is Inputs.other_integers:
+                changed.append(tree_any(lambda x: half(x) is not x, drawn))
+                drawn = tree_map(half, drawn)
         laid = tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
         laid_anew.extend(mine is not old for mine, old in zip(tensors_of(laid), tensors_of(drawn)))
         return laid

@@ -355,7 +355,8 @@ class Contender:
         """Puts a request to the module; copies the answers to where they belong."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module, training = self.modules[0], bool(request.how & (How.TRAIN | How.IGNORED))
+        module, *others = self.modules[::-1] if How.SECOND in request.how else self.modules
+        training = bool(request.how & (How.TRAIN | How.IGNORED))
         if module.training != training:  # else not: what is made from weights at each eval() would never grow old
             module.train(training)
 
@@ -370,7 +371,7 @@ class Contender:
             call_once(module)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
-        for instance, state in zip(self.modules, (states[0], states[1], states[1])):
+        for instance, state in zip((module, *others), (states[0], states[1], states[1])):
             self.take(instance, state, own, request.how)
         before_assigned = {}
         if How.ASSIGNED in request.how:
@@ -379,7 +380,7 @@ class Contender:
             for p, _ in before_assigned.values():
                 p.data = torch.full_like(p, float("nan"))
         if request.how & (How.TWIN | How.MOVED):
-            for instance in self.modules[1:] if How.TWIN in request.how else [module]:
+            for instance in others if How.TWIN in request.how else [module]:
                 call_once(instance)
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
