@@ -364,7 +364,7 @@ def main(argv: list[str]) -> int:
             progress.before = f"{number} of {len(pairs)}: "
             try:
                 for run in judge.judge(pair):
-                    progress.clear()
+                    progress()
                     print(*show.block(run), "", sep="\n", flush=True)
                     runs.append(run)
                     if options.json:  # after every row: what is measured is not lost
@@ -373,11 +373,11 @@ def main(argv: list[str]) -> int:
             except BrokenPipeError:  # of the output's reader; those of contenders are told by their workers
                 raise
             except Exception:  # neither the Model's nor the candidate's
-                progress.clear()
+                progress()
                 print(f"The judge itself failed at {pair.name}:", file=sys.stderr)
                 traceback.print_exc()
                 crashed = True
-    progress.clear()
+    progress()
     if len(runs) > 1:
         print(*show.summary(runs), sep="\n", flush=True)
     if crashed:
