@@ -295,6 +295,19 @@ def in_order(result):
     return type(result)(map(in_order, result)) if type(result) in (list, tuple) else result
 
 
+def standing(module: torch.nn.Module, parameters: bool = False) -> list[tuple[dict, str, torch.Tensor, torch.Tensor]]:
+    """Its buffers, as `restore` takes them: a forward may write them or put others in their places."""
+    owned = [each._buffers for each in module.modules()]
+    owned += [each._parameters for each in module.modules()] * parameters
+    return [(own, name, x, x.detach().clone()) for own in owned for name, x in own.items() if x is not None]
+
+
+def restore(before: list[tuple[dict, str, torch.Tensor, torch.Tensor]]) -> None:
+    for own, name, x, values in before:
+        x.detach().copy_(values)
+        own[name] = x
+
+
 def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
     """The parameters and inputs along which a module's gradient is not the slope of its own outputs.
 
@@ -306,7 +319,7 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
     tensors = {name: p for name, p in module.named_parameters() if p.requires_grad}
     tensors |= {f"input {i}": x.requires_grad_() for i, x in enumerate(tensors_of(inputs)) if x.is_floating_point()}
     tensors = dict(random.Random(seed).sample(list(tensors.items()), min(len(tensors), MOST_SLOPES)))
-    before = [(x, x.detach().clone()) for x in (*tensors.values(), *module.buffers())]
+    before = standing(module, parameters=True)
     module.train(training)
     differ, begin = {name: [] for name in tensors}, time.perf_counter()
 
@@ -348,9 +361,7 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
                 look(draw)
     finally:
         module.eval()
-        with torch.no_grad():
-            for x, old in before:
-                x.copy_(old)
+        restore(before)
     return [name for name, each in differ.items() if sum(each) >= max(3, len(each) / 2)]
 
 

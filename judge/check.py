@@ -456,28 +456,25 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
-    must = request.both_gates and How.TRAIN not in request.how
-    if request.random and (How.TRAIN in request.how) not in case.random:
-        return
-    if How.THEN_EVAL in request.how and True in case.random:  # what a call learns from, it draws
-        return
-    if How.THREADS in request.how and any(REUSED in why for why in case.no_dropin):
-        return
+    training, known = How.TRAIN in request.how, " ".join(case.no_dropin)
+    must = request.both_gates and not training
     if (
-        How.TRAIN in request.how
-        and request.batch != case.small_batch
-        and any("refuses batch" in why for why in case.no_dropin)
+        (request.random and training not in case.random)
+        or (How.THEN_EVAL in request.how and True in case.random)  # what a call learns from, it draws
+        or (How.THREADS in request.how and REUSED in known)
+        or (How.SECOND in request.how and case.unmatched)  # only the first is made with the right weights
+        or (training and request.batch != case.small_batch and "refuses batch" in known)
     ):
         return
     if case.graphs and request.how & (How.MOVED | How.ASSIGNED | How.THREADS | How.CHANNELS_LAST):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     errors = dict(case.errors)
-    if How.TRAIN in request.how:
+    if training:
         case.errors = {}
     try:
         put(case, request, must)
-        if How.TRAIN in request.how and (wrong := over_limit(case)):
+        if training and (wrong := over_limit(case)):
             reject(request, wrong, "uncertain")
     except (Rejected, torch.OutOfMemoryError) as raised:
         error = as_rejected(raised)
@@ -489,14 +486,14 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
             case.notes.append(f"not asked for want of memory: {request.when}")
         elif error.kind == "uncertain" and draws > 1 and not request.how & RACES:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
-        elif error.kind in ("wrong", "uncertain") and How.TRAIN in request.how and as_in_eval(case, request):
+        elif error.kind in ("wrong", "uncertain") and training and as_in_eval(case, request):
             case.lacks("has no training mode: it answers as in eval mode")
         elif error.kind in ("wrong", "uncertain") and request.may_differ and not error.firm:
             case.lacks(str(error.args[0]))
         else:
             raise error from raised
     finally:
-        if How.TRAIN in request.how:
+        if training:
             case.errors = errors
         if case.keeps and case.workers["new"].alive():  # the next request begins where the Model does
             case.workers["new"].ask("made", seed=case.made_from)

@@ -64,8 +64,10 @@ from judge.answers import (
     least_like_first,
     parameters_by_name,
     places_of,
+    restore,
     roots_of,
     same_bits,
+    standing,
     state_by_name,
     tensors_of,
     wanted_of,
@@ -180,18 +182,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept)
 
 
-def standing(module: torch.nn.Module) -> list[tuple[dict, str, torch.Tensor, torch.Tensor]]:
-    """Its buffers, as `restore` takes them: a forward may write them or put others in their places."""
-    owners = [(each._buffers, name) for each in module.modules() for name, x in each._buffers.items() if x is not None]
-    return [(buffers, name, buffers[name], buffers[name].detach().clone()) for buffers, name in owners]
-
-
-def restore(before: list[tuple[dict, str, torch.Tensor, torch.Tensor]]) -> None:
-    for buffers, name, x, values in before:
-        x.detach().copy_(values)
-        buffers[name] = x
-
-
 def takes_of(module: torch.nn.Module) -> list[str]:
     """The names of what its forward takes; "*" where it takes any."""
     with contextlib.suppress(TypeError, ValueError):
@@ -303,7 +293,7 @@ class Contender:
         """Whether a module that was called, and whose weights then changed, answers as a new one with these weights."""
         module, (inputs,) = self.modules[0], self._own(sets)
         new = cast(self.problem.make(self.cls, seed), self.dtype, self.device)
-        before = {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, torch.Tensor)}
+        before = standing(module, parameters=True)
         with torch.no_grad():
             module(*inputs)
             for each in (module, new):
@@ -312,8 +302,7 @@ class Contender:
             try:
                 found = tree_map_only(torch.Tensor, torch.clone, module(*inputs))  # of memory that may be a buffer's
             finally:
-                for name, x in before.items():
-                    module.state_dict()[name].copy_(x)
+                restore(before)
             reseed(seed)
             right = new(*inputs)
             size = max(
