@@ -55,7 +55,6 @@ class How(Flag):
     THEN_EVAL = auto()  # but for the last call
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
-    SEEDED = auto()  # the Model draws random numbers: each timed call begins from a seed that is told
     RESTORED = auto()  # the Model writes its buffers: each timed call begins with those that were given
     REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient

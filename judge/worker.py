@@ -480,7 +480,7 @@ class Contender:
     def time(self, flushes: int, seed: int, waits: float | None = None) -> dict:
         """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against.
 
-        `seed`: of the random numbers, where the Model draws any. With `waits` the GPU waits for so many milliseconds in
+        `seed`: of the random numbers that it may draw. With `waits` the GPU waits for so many milliseconds in
         place of the call.
         """
         ms, _, _, leaves = self._clocked(flushes, waits, seed)
@@ -528,8 +528,7 @@ class Contender:
         for mine, x in zip(tensors_of([self.inputs, self.incoming]), tensors_of(self.given)):
             if mine is not x:
                 mine.data.copy_(x)
-        if How.SEEDED in self.request.how:
-            reseed(seed + APART)
+        reseed(seed + APART)
         restore(self.stand)
         if not self.gpu:
             self.buffer.zero_()
