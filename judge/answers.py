@@ -89,6 +89,7 @@ class Request:
     order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
     incoming: str = "dense"  # in which of LAYOUTS the gradients come in
     whose: str = ""  # gradients: nobody's, parameters, inputs, the last input's or all; "": as the direction has it
+    frozen: tuple = ()  # the Model's names of parameters that want no gradient
     # The judge reads how inputs and weights are made.
     change: Callable | None = None  # of each floating input
     weights: Callable | None = None  # of the Model's weights
@@ -151,9 +152,7 @@ def parameters_by_name(module: torch.nn.Module, own: Own) -> dict[str, torch.nn.
 def answers_of(module, sets: list[list], request: Request, own: Own = None, call=None) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
     call, parameters = call or module, parameters_by_name(module, own)
-    every = [*parameters.values()]
-    every = every[::2] if How.IN_PART in request.how else every[1::2] if How.OTHER_PART in request.how else []
-    frozen = [p for p in every if p.requires_grad]
+    frozen = [p for name, p in parameters.items() if name in request.frozen and p.requires_grad]
     for p in frozen:
         p.requires_grad_(False)
     wanted = [wanted_of(parameters, inputs, request) for inputs in sets]

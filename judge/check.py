@@ -528,6 +528,9 @@ def put(case: Case, request: Request, must: bool) -> None:
     if request.weights and case.own != {}:
         model = copy.deepcopy(model)
         request.weights(model)
+    if request.how & (How.IN_PART | How.OTHER_PART):
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        request = replace(request, frozen=tuple(names[How.OTHER_PART in request.how :: 2]))
     changed, laid_anew = [], []
 
     def draw(i: int) -> list:
