@@ -436,7 +436,8 @@ def both_gates(case: Case, direction: str) -> None:
                 case.model.load_state_dict(case.initial)
                 perturb(case.model, case.seed + seed)
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
-            whose = "inputs and weights" if case.unmatched else "inputs and of new weights and buffers"
+            whose = "inputs" + " and of new weights and buffers" * bool(case.initial and not case.unmatched)
+            whose += " and weights" * case.unmatched
             when = f"batch {case.batch}, " * bool(case.batch) + f"seed {case.seed + seed} of {whose}"
             plain = Request(when, direction, seed, loaded, both_gates=True)
             try:
