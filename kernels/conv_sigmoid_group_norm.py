@@ -1388,12 +1388,16 @@ extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64
 
 template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p, cudaStream_t stream) {
     auto* const kernel = convolve_and_normalize<T, DIRECTION>;
-    int device, sms, sm_bytes, resident;
+    int device, sms, sm_bytes, max_block_bytes, resident;
     RETURN_ERROR_OF(cudaGetDevice(&device));
     RETURN_ERROR_OF(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
     RETURN_ERROR_OF(cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+    RETURN_ERROR_OF(cudaDeviceGetAttribute(&max_block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     cudaFuncAttributes attributes;
     RETURN_ERROR_OF(cudaFuncGetAttributes(&attributes, kernel));
+    // Allows all that there is, not this launch's bytes: so launches of several threads at once set the same.
+    const int dynamic_bytes = max_block_bytes - int(attributes.sharedSizeBytes);
+    RETURN_ERROR_OF(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
     const bool tensor_cores = uses_tensor_cores(attributes.ptxVersion);  // 80 where 9.0 runs 8.0's PTX
     // Sets stage_channels, x_floats and weight_floats. Returns the bytes of dynamic memory with one stage's weights.
     const auto bytes_of = [&](int stage_channels) {
@@ -1416,7 +1420,6 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     const bool stages_can_stay = 1 <= p.stages && p.stages <= kMaxStages;
     p.keeps_weights = p.channel_tiles == 1 && stages_can_stay && (p.stages == 1 || fits(bytes + other_stages_bytes));
     if (p.keeps_weights) bytes += other_stages_bytes;
-    RETURN_ERROR_OF(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     RETURN_ERROR_OF(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes));
     int grid = std::min(std::min(resident, kBlocksPerSM) * sms, p.all_tiles);
     if (DIRECTION == kInputGradient) {
