@@ -2135,7 +2135,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     samples, ins, height, width = x.shape
     channels, weight_ins, kernel_height, kernel_width = weight.shape
     of_channels = (channels, 1, 1)
-    if not 0 < ins == weight_ins or not 0 < channels < 2**26 or channels % groups != 0:
+    if not 0 < ins == weight_ins or not 0 < 32 * channels < 2**31 or channels % groups != 0:
         return False
     if not bias.shape == scale.shape == of_channels:
         return False
