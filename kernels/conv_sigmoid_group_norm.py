@@ -973,7 +973,8 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 }
 
 // By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues
-// from their means. The forward also writes the group's Statistics.
+// from their means. The forward also writes the group's Statistics. Every tile reads all sums of its sample: that grows
+// with the square of a sample's tiles, and is why `fits` limits them.
 template <Direction DIRECTION>
 __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_outs, p.out_channels);
