@@ -1219,18 +1219,15 @@ __device__ __forceinline__ void write_bias_scale_partials(const Arguments& p, co
     grad_partial(p, tile, 3, lane) = totals.y * rstd;
 }
 
-// By a block, in place of a convolution: loads its channels' parameters and, by each thread, its values of conv(x).
+// By a thread, in place of a convolution: loads its values of conv(x).
 template <typename T>
-__device__ __forceinline__ void load_convolved(
-    const Arguments& p, const Tile& tile, Shared& shared, ThreadTile& values) {
-    load_parameters<T>(p, tile.first_channel, shared);
+__device__ __forceinline__ void load_convolved(const Arguments& p, const Tile& tile, ThreadTile& values) {
     const OutputMap map(p, tile);
 #pragma unroll
     for (int i = 0; i < kThreadValues; i += kChunkPixels) {
         auto& to = reinterpret_cast<Chunk&>(values[i / kThreadPixels][i % kThreadPixels]);
         load_pixels(static_cast<const T*>(p.x), map, i / kThreadPixels, i % kThreadPixels, to);
     }
-    __syncthreads();
 }
 // Adds the biases and, in the forward, computes the activation. The backward sets h to 1 outside the output: g is 0
 // there, but an infinite weight or x may make h NaN; NaN times 0 is NaN. (Not 0: 0 times an infinite scale is NaN.)
@@ -1279,36 +1276,27 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
     }
     __syncthreads();
     copy_x<T>(p, shared.tiles[0], 0, raw);
-    if (p.keeps_weights) {
-        if (DIRECTION != kInputGradient) load_parameters<T>(p, 0, shared);
-        for (int stage = 0; stage < p.stages; ++stage) {
-            __syncthreads();
-            float* const stage_weights = weights + stage * p.weight_floats;
-            const float unscale = load_weights<T, DIRECTION>(p, 0, stage * p.stage_channels, stage_weights, shared);
-            shared.weight_unscales[stage] = unscale;
-        }
-    }
-    __syncthreads();
 #pragma unroll 1
     for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer ^= 1) {
         const Tile& tile = shared.tiles[buffer];
         Tile& next = shared.tiles[buffer ^ 1];
         ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
         float largest_unscale = 0;  // of the tile's stages
+        const bool loads_weights = !p.keeps_weights || tile.number == int(blockIdx.x);
+        if (!p.keeps_weights) __syncthreads();  // until here, warps may read the previous tile and its parameters
+        if (loads_weights && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
         for (int first_in = 0; first_in < p.in_channels; first_in += p.stage_channels) {
             const int stage = first_in / p.stage_channels, next_in = first_in + p.stage_channels;
-            float* const stage_weights = weights + (p.keeps_weights ? stage : 0) * p.weight_floats;
-            if (stage > 0 || !p.keeps_weights) __syncthreads();  // warps may still read what is overwritten now
+            const int place = p.keeps_weights ? stage : 0;  // of the stage's weights
+            float* const stage_weights = weights + place * p.weight_floats;
+            if (stage > 0) __syncthreads();  // warps may still read what is overwritten now
             if (stage > 0 && !kHasRaw) copy_x<T>(p, tile, first_in, raw);
-            float unscale;
-            if (p.keeps_weights) {
-                unscale = shared.weight_unscales[stage];
-            } else {
-                if (stage == 0 && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
-                unscale = load_weights<T, DIRECTION>(p, tile.first_channel, first_in, stage_weights, shared);
+            if (loads_weights) {
+                shared.weight_unscales[place] =
+                    load_weights<T, DIRECTION>(p, tile.first_channel, first_in, stage_weights, shared);
                 if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            unscale *= convert_x<T>(p, first_in, raw, stage_x, shared);
+            float unscale = shared.weight_unscales[place] * convert_x<T>(p, first_in, raw, stage_x, shared);
             if (unscale < FLT_MIN) unscale = NAN;  // for recompute_in_float
             largest_unscale = fmaxf(largest_unscale, unscale);
             if (next_in < p.in_channels && kHasRaw) copy_x<T>(p, tile, next_in, raw);
@@ -1316,10 +1304,10 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
             const int channels = channels_of_stage(p, first_in);
             convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, channels, unscale, values);
         }
-        if (p.stages == 0) __syncthreads();  // until here, warps may read the previous tile and its parameters
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.stages == 0) {
-            load_convolved<T>(p, tile, shared, values);
+            load_convolved<T>(p, tile, values);
+            __syncthreads();  // for the parameters
         } else if constexpr (kTensorCores || DIRECTION == kInputGradient) {
             recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unscale, values);
         }
