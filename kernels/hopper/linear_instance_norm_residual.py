@@ -1020,6 +1020,61 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
         for (int offset = 0; offset < kLine; offset += kLineK) hi[offset] = __hmul(hi[offset], factor);  // and lo
     }
 }
+// The kernels that make G hold a row of it in a block's registers: a thread has kThreadColumns neighbouring columns.
+// With the largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two, that
+// cover the row, so that a multiprocessor has many blocks if rows are short.
+constexpr int kThreadColumns = 16;
+constexpr int kMostRowThreads = 512;
+static int row_threads(int64_t n) {
+    int threads = 32;
+    while (threads * kThreadColumns < n) threads *= 2;
+    return threads;
+}
+// How many blocks there are: block i owns rows i, i + blocks and so on, and writes its part of each sum over rows. A
+// multiprocessor runs 512 threads, as each takes up to 128 of the 65536 registers.
+extern "C" int64_t row_blocks(int64_t m, int64_t n) {
+    const int64_t most = sm_count() * kMostRowThreads / row_threads(n);
+    return m < most ? m : most;
+}
+// Stores a thread's columns of a row, but for those beyond n, a multiple of 8.
+template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
+#pragma unroll
+    for (int i = 0; i < kThreadColumns; i += kPer16Bytes<T>) {
+        const int column = threadIdx.x * kThreadColumns + i;
+        Pack16<T> pack;
+        for (int j = 0; j < kPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[i + j]);
+        if (column < n) *reinterpret_cast<Pack16<T>*>(to + column) = pack;
+    }
+}
+// Scales, splits and stores a row of G; v is 0 beyond n. For warp_values see reduce_threads.
+template <class Scheme> __device__ __forceinline__ void store_split_row(
+    const float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
+    const int first_column = threadIdx.x * kThreadColumns;
+    const int padded = int(padded_length<Scheme>(n));
+    float largest = 0;
+    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    largest = reduce_threads(largest, 32, nullptr, Max());
+    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
+    __syncthreads();
+    for (int i = 0; i < int(blockDim.x) / 32; ++i) largest = fmaxf(largest, warp_values[i]);
+    const int exponent = scale_exponent(largest);
+    for (int i = 0; i < kThreadColumns; i += 8) {
+        float eight[8];
+        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
+        if (first_column + i >= padded) continue;
+        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
+    }
+    // Submits W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 *
+    // blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
+    const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
+    if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
+    if (threadIdx.x > 0) return;
+    split_g.row_exponents[row] = exponent;
+    // Submits the exponents of G's row and of x's row, added up. Where G's row has no finite value but 0 it submits the
+    // largest possible, which does not lower the smallest.
+    atomic_min_exponent(
+        split_g.min_exponent_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
+}
 // The epilogue of dX and of dW: multiplies row i by 2^-(load_min_exponent(min_exponent) + exponents[i]).
 struct StoreGradient {
     const int *min_exponent, *exponents;
@@ -1183,21 +1238,6 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
         });
     }
 }
-// A block of row_gradients holds a row in registers: a thread has kThreadColumns neighbouring columns of it. With the
-// largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two, that cover the
-// row, so that a multiprocessor has many blocks if rows are short.
-constexpr int kThreadColumns = 16;
-static int row_threads(int64_t n) {
-    int threads = 32;
-    while (threads * kThreadColumns < n) threads *= 2;
-    return threads;
-}
-// How many blocks row_gradients has. Each writes one row of partial sums. A multiprocessor runs 512 threads of it, as
-// each takes up to 128 of the 65536 registers.
-extern "C" int64_t row_blocks(int64_t m, int64_t n) {
-    const int64_t most = sm_count() * 512 / row_threads(n);
-    return m < most ? m : most;
-}
 // Loads a thread's columns of a row to v, and zeros beyond n. n is a multiple of 8.
 __device__ __forceinline__ void read_columns(const float* from, float (&v)[kThreadColumns], int n) {
     for (int i = 0; i < kThreadColumns; i += 4) {
@@ -1206,39 +1246,6 @@ __device__ __forceinline__ void read_columns(const float* from, float (&v)[kThre
         if (column < n) pack = *reinterpret_cast<const Pack16<float>*>(from + column);
         for (int j = 0; j < 4; ++j) v[i + j] = pack.value[j];
     }
-}
-__device__ __forceinline__ void write_columns(float* to, const float (&v)[kThreadColumns], int n) {
-    for (int i = 0; i < kThreadColumns; i += 4) {
-        const int column = threadIdx.x * kThreadColumns + i;
-        const Pack16<float> pack = {v[i], v[i + 1], v[i + 2], v[i + 3]};
-        if (column < n) *reinterpret_cast<Pack16<float>*>(to + column) = pack;
-    }
-}
-// Scales, splits and stores a row of G; v is 0 beyond n.
-template <class Scheme> __device__ __forceinline__ void store_split_row(
-    const float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
-    const int first_column = threadIdx.x * kThreadColumns;
-    const int padded = int(padded_length<Scheme>(n));
-    float largest = 0;
-    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    largest = reduce_threads(largest, blockDim.x, warp_values, Max());
-    const int exponent = scale_exponent(largest);
-    for (int i = 0; i < kThreadColumns; i += 8) {
-        float eight[8];
-        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first_column + i >= padded) continue;
-        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
-    }
-    // Submits W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 *
-    // blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
-    const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
-    if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
-    if (threadIdx.x > 0) return;
-    split_g.row_exponents[row] = exponent;
-    // Submits the exponents of G's row and of x's row, added up. Where G's row has no finite value but 0 it submits the
-    // largest possible, which does not lower the smallest.
-    atomic_min_exponent(
-        split_g.min_exponent_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
 }
 // For float32: the gradients of y and of h (see finish_rows). The backward's launches, in their order:
 //
@@ -1251,16 +1258,14 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
 //     row_gradients                     stores grad_y, in memory that was the products' before. (Both in one launch
 //                                       would take 2% less time and 7% more memory.)
 //
-// A block owns every gridDim.x-th row, and a thread the same columns of each.
-//
 // The h of ThreeProducts is too near 0, by kTruncated of itself on average, because the tensor cores truncate (0.75 *
 // 2^-23 was measured for K from 128 to 20000). So 1 / rstd is too small by the same factor. In z the two cancel, but G
 // would be too large: `restored` is rstd without this error.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
-template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(const float* __restrict__ grad,
+template <class Scheme> __global__ void __launch_bounds__(kMostRowThreads) row_gradients(const float* __restrict__ grad,
     const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y, float* __restrict__ partials,
     int64_t rows, int n, float eps, const SplitGradient split_g) {
-    __shared__ float warp_values[6][512 / 32];  // one for each sum of a row, and one for store_split_row
+    __shared__ float warp_values[6][kMostRowThreads / 32];  // one for each sum of a row, and one for store_split_row
     const float share = 1.0f / n;
     const auto sum_of = [&](float v, int i) { return reduce_threads(v, blockDim.x, warp_values[i], Add()); };
     const auto for_each_column = [&](const auto& use) {  // calls use(i) for each of the thread's columns that exist
@@ -1298,7 +1303,7 @@ template <class Scheme> __global__ void __launch_bounds__(512) row_gradients(con
             mean_d += d;
             mean_dz = fmaf(d, z[i], mean_dz);
         });
-        if (grad_y != nullptr) write_columns(grad_y + row * n, y_value, n);
+        if (grad_y != nullptr) store_columns(grad_y + row * n, y_value, n);
         mean_d = sum_of(mean_d, 3) * share;
         mean_dz = sum_of(mean_dz, 4) * share;
         const float restored = std::is_same_v<Scheme, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;

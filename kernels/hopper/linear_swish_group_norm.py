@@ -1020,6 +1020,61 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
         for (int offset = 0; offset < kLine; offset += kLineK) hi[offset] = __hmul(hi[offset], factor);  // and lo
     }
 }
+// The kernels that make G hold a row of it in a block's registers: a thread has kThreadColumns neighbouring columns.
+// With the largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two, that
+// cover the row, so that a multiprocessor has many blocks if rows are short.
+constexpr int kThreadColumns = 16;
+constexpr int kMostRowThreads = 512;
+static int row_threads(int64_t n) {
+    int threads = 32;
+    while (threads * kThreadColumns < n) threads *= 2;
+    return threads;
+}
+// How many blocks there are: block i owns rows i, i + blocks and so on, and writes its part of each sum over rows. A
+// multiprocessor runs 512 threads, as each takes up to 128 of the 65536 registers.
+extern "C" int64_t row_blocks(int64_t m, int64_t n) {
+    const int64_t most = sm_count() * kMostRowThreads / row_threads(n);
+    return m < most ? m : most;
+}
+// Stores a thread's columns of a row, but for those beyond n, a multiple of 8.
+template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
+#pragma unroll
+    for (int i = 0; i < kThreadColumns; i += kPer16Bytes<T>) {
+        const int column = threadIdx.x * kThreadColumns + i;
+        Pack16<T> pack;
+        for (int j = 0; j < kPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[i + j]);
+        if (column < n) *reinterpret_cast<Pack16<T>*>(to + column) = pack;
+    }
+}
+// Scales, splits and stores a row of G; v is 0 beyond n. For warp_values see reduce_threads.
+template <class Scheme> __device__ __forceinline__ void store_split_row(
+    const float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
+    const int first_column = threadIdx.x * kThreadColumns;
+    const int padded = int(padded_length<Scheme>(n));
+    float largest = 0;
+    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    largest = reduce_threads(largest, 32, nullptr, Max());
+    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
+    __syncthreads();
+    for (int i = 0; i < int(blockDim.x) / 32; ++i) largest = fmaxf(largest, warp_values[i]);
+    const int exponent = scale_exponent(largest);
+    for (int i = 0; i < kThreadColumns; i += 8) {
+        float eight[8];
+        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
+        if (first_column + i >= padded) continue;
+        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
+    }
+    // Submits W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 *
+    // blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
+    const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
+    if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
+    if (threadIdx.x > 0) return;
+    split_g.row_exponents[row] = exponent;
+    // Submits the exponents of G's row and of x's row, added up. Where G's row has no finite value but 0 it submits the
+    // largest possible, which does not lower the smallest.
+    atomic_min_exponent(
+        split_g.min_exponent_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
+}
 // The epilogue of dX and of dW: multiplies row i by 2^-(load_min_exponent(min_exponent) + exponents[i]).
 struct StoreGradient {
     const int *min_exponent, *exponents;
@@ -1070,8 +1125,6 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 // ---- The groups of linear_swish_group_norm ----
 
 constexpr int kGroup = 64;  // features of a group, and columns of a slot
-// Neighbouring columns of a row that a thread of the backward holds. 512 threads hold 8192.
-constexpr int kThreadColumns = 16;
 // Loads a thread's columns of a row; `from` points to the first.
 template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns]) {
 #pragma unroll
@@ -1079,58 +1132,6 @@ template <typename T> __device__ __forceinline__ void load_columns(const T* from
         const auto pack = *reinterpret_cast<const Pack16<T>*>(from + i);
         for (int j = 0; j < kPer16Bytes<T>; ++j) v[i + j] = to_float(pack.value[j]);
     }
-}
-template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; i += kPer16Bytes<T>) {
-        const int column = threadIdx.x * kThreadColumns + i;
-        Pack16<T> pack;
-        for (int j = 0; j < kPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[i + j]);
-        if (column < n) *reinterpret_cast<Pack16<T>*>(to + column) = pack;
-    }
-}
-// The blocks that split G have 256 threads or, for more than 4096 columns, 512.
-static int split_gradient_threads(int64_t n) { return n <= 256 * kThreadColumns ? 256 : 512; }
-// Scales, splits and stores a row of G, which the block holds in registers: kThreadColumns neighbouring columns a
-// thread, and zeros beyond n. Two calls, one after the other, need different warp_values or a __syncthreads() between
-// them.
-template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradient_row(
-    float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
-    const int first_column = threadIdx.x * kThreadColumns;
-    const int padded = int(padded_length<Scheme>(n));
-    float largest = 0;
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    largest = reduce_threads(largest, 32, nullptr, Max());
-    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, warp_values[i]);
-    const int exponent = scale_exponent(largest);
-#pragma unroll
-    for (int i = 0; i < kThreadColumns; i += 8) {
-        float eight[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first_column + i >= padded) continue;
-        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
-    }
-    // Submits W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 *
-    // blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
-    const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
-    if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
-    if (threadIdx.x > 0) return;
-    split_g.row_exponents[row] = exponent;
-    // Submits the exponents of G's row and of x's row, added up. Where G's row has no finite value but 0 it submits the
-    // largest possible, which does not lower the smallest.
-    atomic_min_exponent(
-        split_g.min_exponent_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
-}
-// How many blocks group_gradients has where it splits G. Each writes its sums to partials[block][4][n]. A
-// multiprocessor runs 512 threads of it, as each takes up to 128 of the 65536 registers.
-extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
-    const int64_t most = sm_count() * 512 / split_gradient_threads(n);
-    return m < most ? m : most;
 }
 // The activation stands in six places. To use another, change them all:
 //     activation            the forward of float32, and the backward of all types
@@ -1268,28 +1269,28 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
 //     16-bit types   group_gradients    (Scheme is void) stores G as it is to `g_out`, and the four sums
 //                    ATen's sum and copy, as above, then its two products
 //
-// A block owns every gridDim.x-th row, and a thread the same columns of each. A warp has 512 columns, whole groups, and
+// A warp has 512 columns, whole groups, and
 // a ring of kWarpStages stages of its own in shared memory, to which its lane 0 starts the copies of h and grad. (A
 // stage of float32 has 4 KiB: three for each of 16 warps are 192 of a block's 227 KiB.) Warps wait for each other only
-// where G's row is scaled as a whole, in split_gradient_row.
+// where G's row is scaled as a whole, in store_split_row.
 constexpr int kWarpStages = 3;
 constexpr int kWarpColumns = 32 * kThreadColumns;
 template <typename T> struct WarpStage { T h[kWarpColumns], grad[kWarpColumns]; };
-template <typename T, int THREADS, class Scheme>
-__global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const T* __restrict__ grad,
-    const T* __restrict__ h, const T* __restrict__ extra_bias, const T* __restrict__ gamma,
-    float* __restrict__ partials, int rows, int n, float eps, const SplitGradient split_g, T* __restrict__ g_out) {
+template <typename T, class Scheme>
+__global__ void __launch_bounds__(kMostRowThreads) group_gradients(const T* __restrict__ grad, const T* __restrict__ h,
+    const T* __restrict__ extra_bias, const T* __restrict__ gamma, float* __restrict__ partials, int rows, int n,
+    float eps, const SplitGradient split_g, T* __restrict__ g_out) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as in multiply. bulk_load needs sm_90
     extern __shared__ __align__(128) unsigned char dynamic_stages[];
-    __shared__ float warp_values[2][THREADS / 32];
-    __shared__ uint64_t stage_full[THREADS / 32][kWarpStages];
+    __shared__ float warp_values[2][kMostRowThreads / 32];
+    __shared__ uint64_t stage_full[kMostRowThreads / 32][kWarpStages];
     constexpr int kLanes = kGroup / kThreadColumns;  // of a group
     constexpr bool kStoresPieces = !std::is_void_v<Scheme>;
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler sees that it is the same for all lanes
     WarpStage<T>* const stages = reinterpret_cast<WarpStage<T>*>(dynamic_stages) + warp * kWarpStages;
     // The thread's first column. A thread beyond n loads the last columns of extra_bias and gamma, and whatever its
-    // stage holds of h and grad. Its sums are not stored, nor its g: for split_gradient_row g is set to 0 below.
+    // stage holds of h and grad. Its sums are not stored, nor its g: for store_split_row g is set to 0 below.
     const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
     const int warp_column = warp * kWarpColumns;
     const int columns = min(kWarpColumns, n - warp_column);  // of the warp; 0 or less if it has none
@@ -1349,7 +1350,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
             const bool exists = int(threadIdx.x) * kThreadColumns < n;
 #pragma unroll
             for (int i = 0; i < kThreadColumns; ++i) g[i] = exists ? g[i] : 0;
-            split_gradient_row<THREADS, Scheme>(g, row, n, split_g, warp_values[turn % 2]);
+            store_split_row<Scheme>(g, row, n, split_g, warp_values[turn % 2]);
         } else {
             store_columns(g_out + int64_t(row) * n, g, n);
         }
@@ -1391,32 +1392,20 @@ extern "C" int linear_swish_group_norm(
                                   : launch_swish<OneProduct<__half, float>, float>;
     return launch(*p, m, n, k, eps, stream);
 }
-// Where G is not split, a block has only the warps that a row takes, so that a multiprocessor has many blocks if rows
-// are short.
-static int unsplit_gradient_threads(int64_t n) { return int(divide_up(n, 32 * kThreadColumns)) * 32; }
-extern "C" int64_t unsplit_gradient_blocks(int64_t m, int64_t n) {
-    const int64_t most = sm_count() * 512 / unsplit_gradient_threads(n);
-    return m < most ? m : most;
-}
 template <typename T, class Scheme> static cudaError_t launch_group_gradients(const void* grad, const void* h,
     const void* extra_bias, const void* gamma, float* partials, int64_t m, int64_t n, float eps,
     const SplitGradient* split_g, void* g_out, cudaStream_t stream) {
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    constexpr bool kStoresPieces = !std::is_void_v<Scheme>;
-    int threads = unsplit_gradient_threads(n);
-    int64_t blocks = unsplit_gradient_blocks(m, n);
-    auto kernel = group_gradients<T, 512, Scheme>;  // 512 threads at most
-    if constexpr (kStoresPieces) {
-        threads = split_gradient_threads(n);
-        blocks = split_gradient_blocks(m, n);
-        if (threads == 256) kernel = group_gradients<T, 256, Scheme>;
-    }
-    const unsigned shared = unsigned(threads / 32 * kWarpStages * sizeof(WarpStage<T>));
+    const auto kernel = group_gradients<T, Scheme>;
+    constexpr int kWarpShared = kWarpStages * sizeof(WarpStage<T>);
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, int(shared))) return error;
-    kernel<<<unsigned(blocks), threads, shared, stream>>>(as(grad), as(h), as(extra_bias), as(gamma), partials, int(m),
-        int(n), eps, split_g != nullptr ? *split_g : SplitGradient(), static_cast<T*>(g_out));
-    if constexpr (kStoresPieces) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, kMostRowThreads / 32 * kWarpShared);
+    if (error != cudaSuccess) return error;
+    const int threads = row_threads(n);
+    const int shared = threads / 32 * kWarpShared;
+    kernel<<<unsigned(row_blocks(m, n)), threads, shared, stream>>>(as(grad), as(h), as(extra_bias), as(gamma),
+        partials, int(m), int(n), eps, split_g != nullptr ? *split_g : SplitGradient(), static_cast<T*>(g_out));
+    if constexpr (!std::is_void_v<Scheme>) {
         scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*split_g, m, n);
     }
     return cudaGetLastError();
@@ -1554,8 +1543,7 @@ struct SwishPointers {
 };
 extern "C" int linear_swish_group_norm(
     int mode, const SwishPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
-extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n);
-extern "C" int64_t unsplit_gradient_blocks(int64_t m, int64_t n);
+extern "C" int64_t row_blocks(int64_t m, int64_t n);
 extern "C" int swish_group_gradients(int mode, const void* grad, const void* h, const void* extra_bias,
     const void* gamma, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g, void* g_out,
     cudaStream_t stream);
@@ -1601,8 +1589,7 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     const auto find_g = [&](const SplitGradient* split_g) {
         const at::Tensor ready_grad = aligned(grad), ready_h = aligned(h);
         const at::Tensor ready_bias = aligned(bias), ready_gamma = aligned(gamma);
-        const int64_t blocks = split ? split_gradient_blocks(m, n) : unsplit_gradient_blocks(m, n);
-        const at::Tensor partials = at::empty({blocks, 4, n}, x.options().dtype(at::kFloat));
+        const at::Tensor partials = at::empty({row_blocks(m, n), 4, n}, x.options().dtype(at::kFloat));
         const int error = swish_group_gradients(mode_of(x, tf32), ready_grad.data_ptr(), ready_h.data_ptr(),
             ready_bias.data_ptr(), ready_gamma.data_ptr(), floats(partials), m, n, float(eps), split_g,
             split ? nullptr : g.data_ptr(), current_stream());
