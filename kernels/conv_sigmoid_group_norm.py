@@ -60,6 +60,8 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in conv_sigmoid_group_norm.py"
+#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline_primitives.h>
@@ -69,14 +71,6 @@ CUDA_SOURCE = r"""
 #include <cfloat>
 #include <cstdint>
 #include <type_traits>
-
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = h * scale, and its gradient dv/dz. To change it, edit (1) `activation` and (2)
@@ -362,7 +356,7 @@ __device__ __forceinline__ void load_packs(const T* from, const OutputMap& map, 
         const T* const pixel = from + map.distance(begin + i, map.out_width);
         if (mask >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(pixel);
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) to[i + k] = to_float(pack.values[k]);
+        for (int k = 0; k < PACK; ++k) to[i + k] = float(pack.values[k]);
     }
 }
 template <int PACK, typename T>
@@ -371,7 +365,7 @@ __device__ __forceinline__ void store_packs(T* to, const OutputMap& map, unsigne
     for (int i = 0; i < kChunkPixels; i += PACK) {
         Pack<T, PACK> pack;
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
+        for (int k = 0; k < PACK; ++k) pack.values[k] = T(from[i + k]);
         T* const pixel = to + map.distance(begin + i, map.out_width);
         if (mask >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
@@ -465,7 +459,7 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
             T* const target = to + (channel * p.lines + line) * kPitch + column;
             // The last argument is how many of the bytes are zeros instead.
             if constexpr (kBytes >= 4) __pipeline_memcpy_async(target, source, kBytes, inside ? 0 : kBytes);
-            else *target = inside ? *source : from_float<T>(0.0f);
+            else *target = inside ? *source : T(0.0f);
         }
     });
     __pipeline_commit();
@@ -544,7 +538,7 @@ __device__ __forceinline__ float convert_packs(
         for_each_pack<PACK>(p, channels, [&](int channel, int line, int column) {
             const int pixel = channel * channel_pixels + line * kPitch + column;
 #pragma unroll
-            for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = to_float(raw[pixel + i]);
+            for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = float(raw[pixel + i]);
         });
     }
     return unscale;
@@ -571,13 +565,13 @@ __device__ __forceinline__ float weight_of(const Arguments& p, int out_channel, 
         ? (int64_t(in_channel) * p.out_channels + out_channel) * taps + taps - 1 - tap
         : (int64_t(out_channel) * p.in_channels + in_channel) * taps + tap;
     const bool exists = out_channel < p.out_channels && in_channel < p.in_channels;
-    return exists ? to_float(static_cast<const T*>(p.weight)[index]) : 0.0f;
+    return exists ? float(static_cast<const T*>(p.weight)[index]) : 0.0f;
 }
 // By a block, for a tile whose first output channel is `first_channel`: loads the channels' parameters.
 template <typename T>
 __device__ __forceinline__ void load_parameters(const Arguments& p, int first_channel, Shared& shared) {
     const int c = int(read_thread()), out_channel = first_channel + c;
-    const auto load = [&](const void* values) { return to_float(static_cast<const T*>(values)[out_channel]); };
+    const auto load = [&](const void* values) { return float(static_cast<const T*>(values)[out_channel]); };
     if (c >= p.tile_outs || out_channel >= p.out_channels) return;
     shared.parameters[c] = {load(p.conv_bias) + load(p.bias), load(p.scale), load(p.gamma), load(p.beta)};
 }
@@ -610,7 +604,7 @@ __device__ __forceinline__ float load_weights(
             Pack<Piece<T>, 2> pieces[kPieces<T>];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                if constexpr (kPieces<T> == 1) pieces[0].values[k] = from_float<T>(load(i, k));
+                if constexpr (kPieces<T> == 1) pieces[0].values[k] = T(load(i, k));
                 else split(load(i, k) * prescale, pieces[0].values[k], pieces[1].values[k]);
             }
 #pragma unroll
@@ -812,7 +806,7 @@ __device__ __forceinline__ void recompute_in_float(
             const unsigned pixel_row = row + map.distance(i, 1 << 16) / (1 << 16);
             const unsigned pixel_column = column + map.distance(i, 1 << 16) % (1 << 16);
             if (kIsInputGradient && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
-            const float v = to_float(from[map.distance(i, p.width)]);
+            const float v = float(from[map.distance(i, p.width)]);
 #pragma unroll
             for (int o = 0; o < kThreadChannels; ++o) conv[o][i] = fmaf(w[o], v, conv[o][i]);
         }
@@ -1119,7 +1113,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         T* pixel = to + r * p.out_width;
 #pragma unroll
         for (int c = 0; c < 16; c += kAtOnce) {
-            const Pack<T, 2> pack = {from_float<T>(pairs[c / kAtOnce].x), from_float<T>(pairs[c / kAtOnce].y)};
+            const Pack<T, 2> pack = {T(pairs[c / kAtOnce].x), T(pairs[c / kAtOnce].y)};
             if (c < channels_left && even) *reinterpret_cast<Pack<T, 2>*>(pixel) = pack;
             if (c < channels_left && !even) pixel[0] = pack.values[0];
             if (c < channels_left && !even && column + 1 < p.out_width) pixel[1] = pack.values[1];

@@ -1563,7 +1563,9 @@ struct LinearRowNormResidual : torch::autograd::Function<LinearRowNormResidual> 
         std::array<bool, 4> needs;
         for (int i = 0; i < 4; ++i) needs[i] = context->needs_input_grad(i);
         Tensors found;
-        if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
+        // With is_grads_batched=True a tensor stands for several gradients: our operators have no rule for that.
+        const c10::DispatchKeySet batched({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+        if (at::GradMode::is_enabled() || grads[0].key_set().has_any(batched)) {
             found = differentiate_plainly(grads[0], t, eps, needs);
         } else {
             static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
@@ -1581,6 +1583,8 @@ struct LinearRowNormResidual : torch::autograd::Function<LinearRowNormResidual> 
     // come from tensor b: b's gradient must then omit what goes through a, which autograd adds later.
     static Tensors differentiate_plainly(
         const at::Tensor& grad, Tensors t, double eps, const std::array<bool, 4>& needs) {
+        const bool create_graph = at::GradMode::is_enabled();
+        const at::AutoGradMode enable_grad(true);
         Tensors wanted, found(4);
         for (int i = 0; i < 4; ++i) {
             t[i] = t[i].view_symint(t[i].sym_sizes());
@@ -1589,7 +1593,7 @@ struct LinearRowNormResidual : torch::autograd::Function<LinearRowNormResidual> 
         const at::Tensor h = at::linear(t[0], t[1], t[2]);
         const at::Tensor z = at::layer_norm_symint(h, h.sym_sizes().slice(1), {}, {}, eps);
         const at::Tensor out = z.add(t[3]).mul(t[3]);
-        const Tensors gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
+        const Tensors gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, create_graph);
         for (int i = 0, next = 0; i < 4; ++i) {
             if (needs[i]) found[i] = gradients[next++];
         }

@@ -1643,7 +1643,9 @@ struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
         std::array<bool, 6> needs;
         for (int i = 0; i < 6; ++i) needs[i] = context->needs_input_grad(i);
         Tensors found;
-        if (at::GradMode::is_enabled()) {  // the gradients are to be differentiated in turn
+        // With is_grads_batched=True a tensor stands for several gradients: our operators have no rule for that.
+        const c10::DispatchKeySet batched({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+        if (at::GradMode::is_enabled() || grads[0].key_set().has_any(batched)) {
             found = differentiate_plainly(grads[0], t, context->saved_data["groups"].toInt(), eps, needs);
         } else {
             static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
@@ -1661,6 +1663,8 @@ struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
     // from tensor b: b's gradient must then omit what goes through a, which autograd adds later.
     static Tensors differentiate_plainly(
         const at::Tensor& grad, Tensors t, int64_t groups, double eps, const std::array<bool, 6>& needs) {
+        const bool create_graph = at::GradMode::is_enabled();
+        const at::AutoGradMode enable_grad(true);
         Tensors wanted, found(6);
         for (int i = 0; i < 6; ++i) {
             t[i] = t[i].view_symint(t[i].sym_sizes());
@@ -1668,7 +1672,7 @@ struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
         }
         const at::Tensor h = at::linear(t[0], t[1], t[2]);
         const at::Tensor out = at::group_norm(h.sigmoid().mul(h).add(t[3]), groups, t[4], t[5], eps);
-        const Tensors gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, /*create_graph=*/true);
+        const Tensors gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, create_graph);
         for (int i = 0, next = 0; i < 6; ++i) {
             if (needs[i]) found[i] = gradients[next++];
         }
