@@ -68,7 +68,6 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cfloat>
 #include <cstdint>
 #include <type_traits>
 
@@ -469,8 +468,7 @@ template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
 // By a block, with tensor cores: returns the power of two that brings the largest of the threads' values into [2^13,
 // 2^14), see Pieces, but at most 2^126, so that its inverse, `unscale`, is a normal number; NaN if the largest is
-// infinite. If it is 0, any power will do: 1's. `largest` must not be negative. Contains a __syncthreads, and needs one
-// before a second call.
+// infinite. `largest` must not be negative. Contains a __syncthreads, and needs one before a second call.
 __device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unscale) {
 #if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
     largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
@@ -479,7 +477,7 @@ __device__ __forceinline__ float prescale_for(float largest, Shared& shared, flo
     __syncthreads();
     for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, shared.largest[warp]);
     constexpr unsigned kOne = 127, kInfinite = 255, kLeast = 14;  // exponents in a float's bits, of 1, infinity, 2^-113
-    const unsigned exponent = largest == 0 ? kOne : max(__float_as_uint(largest) >> 23, kLeast);
+    const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
     unscale = __uint_as_float((exponent - 13) << 23);
     return exponent < kInfinite ? __uint_as_float((kOne + 13 - exponent + kOne) << 23) : NAN;
 }
@@ -750,9 +748,8 @@ __device__ __forceinline__ void convolve_mma(
     }
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. That has four causes beside the values' own:
+// - one of them is not finite. That has three causes beside the values' own:
 //       in float32 with tensor cores prescale_for is NaN for an infinite x or weight, and multiplies the whole stage;
-//       so does `unscale`, set to NaN if it would be below 2^-126: it is inexact there, or 0;
 //       in 16 bits an infinite x is multiplied by 0, the weight of a tap that does not exist (9 taps are 5 steps);
 //       in the gradient of x, of any type, an infinite weight is multiplied by a zero around dh.
 //   This function multiplies nothing outside x, and no tap that does not exist.
@@ -1290,8 +1287,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
                     load_weights<T, DIRECTION>(p, tile.first_channel, first_in, stage_weights, shared);
                 if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            float unscale = shared.weight_unscales[place] * convert_x<T>(p, first_in, raw, stage_x, shared);
-            if (unscale < FLT_MIN) unscale = NAN;  // for recompute_in_float
+            const float unscale = shared.weight_unscales[place] * convert_x<T>(p, first_in, raw, stage_x, shared);
             largest_unscale = fmaxf(largest_unscale, unscale);
             if (next_in < p.in_channels && kHasRaw) copy_x<T>(p, tile, next_in, raw);
             __syncthreads();
