@@ -37,11 +37,11 @@ takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,
 eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
-    float32                       1.171 ms (5.04x, 2.89x)     7.214 ms (2.56x, 1.88x)
-    float32, compiled for 8.0     1.170 ms (5.04x)            7.212 ms (2.56x)
-    bfloat16                      0.769 ms (6.94x, 3.61x)     4.438 ms (2.84x, 1.81x)
+    float32                       1.175 ms (4.97x, 2.88x)     7.199 ms (2.56x, 1.89x)
+    float32, compiled for 8.0     1.165 ms (5.02x)            7.179 ms (2.57x)
+    bfloat16                      0.784 ms (6.72x, 3.53x)     4.426 ms (2.82x, 1.80x)
 
-Two cores of a CPU take some 2.4 ms (3.32x, 1.75x; a disturbed run) for 4 samples of 128 x 128, forward in float32.
+Two cores of a CPU take some 2.4 ms (3.22x, 1.57x; a disturbed run) for 4 samples of 128 x 128, forward in float32.
 """
 
 import contextlib

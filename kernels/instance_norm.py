@@ -28,9 +28,9 @@ copy of x does; the backward alone moves 22.5 GB. On an H200 `python harness.py 
 float32,bfloat16` found ("2.34x eager" is 2.34 times as fast as eager; the last line is with
 TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
 
-    float32                     forward 3.519 ms: 2.34x eager, 1.56x compile    with backward 9.070 ms: 2.05x, 1.58x
-    bfloat16                    forward 1.808 ms: 3.79x eager, 1.67x compile    with backward 4.569 ms: 3.30x, 1.63x
-    float32, compiled for 8.0   forward 3.521 ms                                with backward 9.072 ms
+    float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.025 ms: 2.04x, 1.60x
+    bfloat16                    forward 1.801 ms: 3.73x eager, 1.66x compile    with backward 4.536 ms: 3.27x, 1.64x
+    float32, compiled for 8.0   forward 3.512 ms                                with backward 9.022 ms
 """
 
 import contextlib

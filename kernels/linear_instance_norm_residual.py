@@ -25,9 +25,9 @@ On a CPU, threads finish the rows of PyTorch's product. 16-bit inputs are comput
 if they need gradients (`_in_float32`). Read "The rows" first; "The product" says how x W^T is computed.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
-reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.16 ms,
-2.41x eager, with backward 3.48 ms, 2.37x; TF32 allowed (`--precision high`) 0.358 ms, 1.20x; bfloat16 (`--dtype
-bfloat16`) 0.187 ms, 1.25x.
+reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.17 ms,
+2.37x eager, with backward 3.51 ms, 2.35x; TF32 allowed (`--precision high`) 0.360 ms, 1.20x; bfloat16 (`--dtype
+bfloat16`) 0.188 ms, 1.25x.
 """
 
 import contextlib

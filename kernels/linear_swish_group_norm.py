@@ -32,7 +32,7 @@ On a CPU, threads finish the groups of PyTorch's product; float32 groups of 16 o
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; x, W and the output take 0.69 GB; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
-eager, with backward 7.60 ms, 3.05x; TF32 allowed (`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57
+eager, with backward 7.59 ms, 3.05x; TF32 allowed (`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57
 ms, 4.9x. Without TF32, GPUs not in `_BY_PIECES`, such as compute capability 8.6, get cuBLAS's float32 product. An H200
 made to do so was 1.43 times as fast as eager.
 """

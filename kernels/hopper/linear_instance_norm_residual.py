@@ -18,9 +18,9 @@ the table of roles first, then Range, then `sum_products`.
 
 At the benchmark shape, 1024 x 8192 to 8192, the product is 137 GFLOP, done three times in fp16: 0.55 ms at 750 TFLOP/s,
 about cuBLAS's rate in fp16. Before it, split_rows reads 0.3 GB of x and W and writes 0.3 GB of pieces. `python
-harness.py hopper/linear_instance_norm_residual --backward`, H200: 0.69 ms, 4.01x eager; with backward 2.11 ms, 3.90x;
-in bfloat16 (`--dtype bfloat16`) 0.185 and 0.588 ms, 1.25x and 1.17x; where TF32 is allowed (`--precision high`) 0.334
-and 1.06 ms, 1.27x and 1.39x. (With `--profile FOLDER` the harness lists the kernels by time.)
+harness.py hopper/linear_instance_norm_residual --backward`, H200: 0.71 ms, 3.91x eager; with backward 2.17 ms, 3.80x;
+in bfloat16 (`--dtype bfloat16`) 0.190 and 0.604 ms, 1.25x and 1.16x; where TF32 is allowed (`--precision high`) 0.335
+and 1.06 ms, 1.29x and 1.41x. (With `--profile FOLDER` the harness lists the kernels by time.)
 """
 
 import contextlib

@@ -18,9 +18,9 @@ Range, then `sum_products`.
 
 At the benchmark shape, 32768 x 1024 to 4096, the product is 275 GFLOP. For float32 it is done three times in fp16: 1.1
 ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15 GB of
-pieces. `python harness.py hopper/linear_swish_group_norm --backward`, H200: 1.21 ms, 6.8x eager; with backward 4.25 ms,
-5.4x; where TF32 is allowed (`--precision high`) 0.590 and 2.04 ms, 5.8x and 4.7x; in bfloat16 (`--dtype bfloat16`)
-0.422 and 1.37 ms, 6.6x and 5.2x. (With `--profile FOLDER` the harness lists the kernels by time.)
+pieces. `python harness.py hopper/linear_swish_group_norm --backward`, H200: 1.23 ms, 6.7x eager; with backward 4.30 ms,
+5.4x; where TF32 is allowed (`--precision high`) 0.597 and 2.08 ms, 5.8x and 4.5x; in bfloat16 (`--dtype bfloat16`)
+0.427 and 1.38 ms, 6.5x and 5.1x. (With `--profile FOLDER` the harness lists the kernels by time.)
 """
 
 import contextlib
