@@ -108,7 +108,7 @@ CUDA = [
     (HOPPER + SWISH, "mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);", "",
      "linear_products"),
     (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
-    (CONV, "load_convolved<T>(p, tile, shared, values);", "", "convolution"),
+    (CONV, "load_convolved<T>(p, tile, values);", "", "convolution"),
     (HOPPER + CONV, "values[c] = rest_of(values[c]);", "values[c] = values[c];", "convolution"),
     (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
