@@ -1165,6 +1165,12 @@ __device__ __forceinline__ void sum_gradients(
     }
     store_warp_sums<true>(sums, {}, shared);
 }
+// Calls use(dh), with a pointer to the backward's output, of its type: T or, under autocast, a type of 16 bits.
+template <typename T, typename F> __device__ __forceinline__ void with_dh(const Arguments& p, F use) {
+    if (sizeof(T) == 2 || p.dh_type == 0) use(static_cast<T*>(p.out));
+    else if (p.dh_type == 1) use(static_cast<__half*>(p.out));
+    else use(static_cast<__nv_bfloat16*>(p.out));
+}
 // By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. The sums that it adds up, of
 // dz and of dz h, lack the factor rstd.
 template <typename T>
@@ -1188,9 +1194,7 @@ __device__ __forceinline__ void write_dh(
             sums[kThreadChannels + o].sum = fmaf(dz_over_rstd, h_value, sums[kThreadChannels + o].sum);
             chunk[k] = dz_over_rstd * epilogue.rstd * scale;
         }
-        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels(static_cast<T*>(p.out), map, o, begin, chunk);
-        else if (p.dh_type == 1) store_pixels(static_cast<__half*>(p.out), map, o, begin, chunk);
-        else store_pixels(static_cast<__nv_bfloat16*>(p.out), map, o, begin, chunk);
+        with_dh<T>(p, [&](auto* to) { store_pixels(to, map, o, begin, chunk); });
         __syncwarp();  // as in sum_gradients
     }
     store_warp_sums<false>(sums, {}, shared);
@@ -1620,9 +1624,8 @@ void use_huge_pages(const Tensor& t) {
     madvise(reinterpret_cast<void*>(first_page), begin + t.nbytes() - first_page, MADV_HUGEPAGE);
 }
 
-// The tensors, all contiguous; their sizes and addresses; how they are cut into bands, tiles and slices; the weights;
-// and the computation.
-struct DirectConvolution {
+// The tensors, all contiguous; their sizes and addresses; how they are cut into bands, tiles and slices; the weights.
+struct Layout {
     Tensor input;
     std::vector<Tensor> parameters;
     int64_t groups;
@@ -1654,7 +1657,6 @@ struct DirectConvolution {
     float* out = output.mutable_data_ptr<float>();
     std::vector<int64_t> term_offsets = std::vector<int64_t>(terms);  // of each: from an output's pixel to the input's
     std::vector<float> packed_weights = std::vector<float>(channel_tiles * terms * kTileChannels);
-    std::vector<Sums> band_sums = std::vector<Sums>(samples * out_channels * bands);
 
     // Fills `term_offsets`, and `packed_weights` as (channel_tiles, terms, 4), with zeros for channels beyond the last.
     void prepare() {
@@ -1667,6 +1669,11 @@ struct DirectConvolution {
             }
         }
     }
+};
+
+// The computation, and what its threads share.
+struct DirectConvolution : Layout {
+    std::vector<Sums> band_sums = std::vector<Sums>(samples * out_channels * bands);
 
     // `scratch`: kTilePixels values of slack (the last tile may begin before the band), then four channels' long rows.
     void make_band(int64_t sample, int64_t channel_tile, int64_t band, float* scratch) {
@@ -1761,7 +1768,7 @@ struct DirectConvolution {
 Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     std::vector<Tensor> contiguous;
     for (const Tensor& t : parameters) contiguous.push_back(t.contiguous());
-    DirectConvolution convolution{x.contiguous(), contiguous, groups, eps};
+    DirectConvolution convolution{{x.contiguous(), contiguous, groups, eps}};
     if (convolution.output.nbytes() > kMappedBytes) use_huge_pages(convolution.output);
     convolution.run();
     return convolution.output;
