@@ -37,8 +37,6 @@ def stopped(kind, error, trace) -> None:
 
 if __name__ == "__main__":
     sys.excepthook = stopped
-# Read when torch is loaded, here and in the processes to come: threads that wait leave the cores to others.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PyTorch's remarks, about a missing NumPy or a Model's own code, are not the harness's to repeat.
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 warnings.filterwarnings("ignore")
@@ -50,6 +48,12 @@ if __name__ == "__main__":  # contenders are forked from a server; it loads what
     multiprocessing.resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     multiprocessing.forkserver.ensure_running()
+# Read when torch is loaded: the judge's own threads sleep while they wait, and leave the cores to the contender whose
+# turn it is. A contender's wait as they do for its user: where they sleep, they begin a loop one after the other, which
+# hides a race.
+passive = "OMP_WAIT_POLICY" not in os.environ
+if passive:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import argparse
 import contextlib
@@ -63,6 +67,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
+
+if passive:
+    del os.environ["OMP_WAIT_POLICY"]
 
 from judge import bench, check, gates, record, roofline, show, source
 from judge.answers import bytes_of
@@ -357,7 +364,7 @@ def main(argv: list[str]) -> int:
             progress.before = f"{number} of {len(pairs)}: "
             try:
                 for run in judge.judge(pair):
-                    progress.clear()
+                    progress()
                     print(*show.block(run), "", sep="\n", flush=True)
                     runs.append(run)
                     if options.json:  # after every row: what is measured is not lost
@@ -366,11 +373,11 @@ def main(argv: list[str]) -> int:
             except BrokenPipeError:  # of the output's reader; those of contenders are told by their workers
                 raise
             except Exception:  # neither the Model's nor the candidate's
-                progress.clear()
+                progress()
                 print(f"The judge itself failed at {pair.name}:", file=sys.stderr)
                 traceback.print_exc()
                 crashed = True
-    progress.clear()
+    progress()
     if len(runs) > 1:
         print(*show.summary(runs), sep="\n", flush=True)
     if crashed:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import random
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from judge.gates import chunks, distance
 from judge.source import reseed
@@ -56,7 +55,6 @@ class How(Flag):
     THEN_EVAL = auto()  # but for the last call
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
-    SEEDED = auto()  # the Model draws random numbers: each timed call begins from a seed that is told
     RESTORED = auto()  # the Model writes its buffers: each timed call begins with those that were given
     REPEATED = auto()  # of many calls, or backward passes of one graph, the one that is the least like the first
     IN_PART = auto()  # the first, third, ... parameter is frozen, and only the last output has a gradient
@@ -67,6 +65,7 @@ class How(Flag):
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
     SPARING = auto()  # only those weights are written whose values change
     TWIN = auto()  # another instance, with other weights, is called first
+    SECOND = auto()  # the instance that is asked is not the one that was called first of all
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     ASSIGNED = auto()  # the weights are other parameters, as load_state_dict(..., assign=True) makes them
     EXCHANGED = auto()  # the weights come by p.data = ..., as averaged ones do: neither p nor its version changes
@@ -90,6 +89,7 @@ class Request:
     order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
     incoming: str = "dense"  # in which of LAYOUTS the gradients come in
     whose: str = ""  # gradients: nobody's, parameters, inputs, the last input's or all; "": as the direction has it
+    frozen: tuple = ()  # the Model's names of parameters that want no gradient
     # The judge reads how inputs and weights are made.
     change: Callable | None = None  # of each floating input
     weights: Callable | None = None  # of the Model's weights
@@ -152,9 +152,7 @@ def parameters_by_name(module: torch.nn.Module, own: Own) -> dict[str, torch.nn.
 def answers_of(module, sets: list[list], request: Request, own: Own = None, call=None) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
     call, parameters = call or module, parameters_by_name(module, own)
-    every = [*module.parameters()]
-    every = every[::2] if How.IN_PART in request.how else every[1::2] if How.OTHER_PART in request.how else []
-    frozen = [p for p in every if p.requires_grad]
+    frozen = [p for name, p in parameters.items() if name in request.frozen and p.requires_grad]
     for p in frozen:
         p.requires_grad_(False)
     wanted = [wanted_of(parameters, inputs, request) for inputs in sets]
@@ -273,7 +271,20 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
 
 
 def kind_of(result) -> str:
-    return re.sub(r"\bjudged_\d+\.", "", str(tree_structure(result))).replace("ModelNew", "Model")
+    """How it is put together: (y, {"a": z}) as tuple[*, dict{'a': *}], and a named tuple as Point(x, y)[*, *]."""
+    root = id(result)  # not the answer itself: what recurses with this lambda is a reference cycle, which would hold it
+    parts, spec = tree_flatten(result, is_leaf=lambda part: id(part) != root)
+    if spec.type is None:
+        return "*"
+    name, kinds = type(result).__name__, [kind_of(part) for part in parts]
+    if isinstance(result, dict):
+        inside = ", ".join(f"{key!r}: {kind}" for key, kind in zip(result, kinds))
+        return f"{name}{{{inside}}}"
+    if hasattr(result, "_fields"):
+        name += f"({', '.join(result._fields)})"
+    elif not isinstance(result, (list, tuple)):  # a class that tells PyTorch of its parts, and of what they are not
+        name += f"({spec.context})"
+    return f"{name}[{', '.join(kinds)}]"
 
 
 def in_order(result):
@@ -281,6 +292,19 @@ def in_order(result):
     if isinstance(result, dict) and all(isinstance(key, str) for key in result):
         return {key: in_order(result[key]) for key in sorted(result)}
     return type(result)(map(in_order, result)) if type(result) in (list, tuple) else result
+
+
+def standing(module: torch.nn.Module, parameters: bool = False) -> list[tuple[dict, str, torch.Tensor, torch.Tensor]]:
+    """Its buffers, as `restore` takes them: a forward may write them or put others in their places."""
+    owned = [each._buffers for each in module.modules()]
+    owned += [each._parameters for each in module.modules()] * parameters
+    return [(own, name, x, x.detach().clone()) for own in owned for name, x in own.items() if x is not None]
+
+
+def restore(before: list[tuple[dict, str, torch.Tensor, torch.Tensor]]) -> None:
+    for own, name, x, values in before:
+        x.detach().copy_(values)
+        own[name] = x
 
 
 def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
@@ -294,7 +318,7 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
     tensors = {name: p for name, p in module.named_parameters() if p.requires_grad}
     tensors |= {f"input {i}": x.requires_grad_() for i, x in enumerate(tensors_of(inputs)) if x.is_floating_point()}
     tensors = dict(random.Random(seed).sample(list(tensors.items()), min(len(tensors), MOST_SLOPES)))
-    before = [(x, x.detach().clone()) for x in (*tensors.values(), *module.buffers())]
+    before = standing(module, parameters=True)
     module.train(training)
     differ, begin = {name: [] for name in tensors}, time.perf_counter()
 
@@ -336,9 +360,7 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
                 look(draw)
     finally:
         module.eval()
-        with torch.no_grad():
-            for x, old in before:
-                x.copy_(old)
+        restore(before)
     return [name for name, each in differ.items() if sum(each) >= max(3, len(each) / 2)]
 
 

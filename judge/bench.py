@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from judge.answers import RANDOM, How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
+from judge.answers import How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import Inputs, secret
 from judge.source import reseed
@@ -86,10 +86,8 @@ class Ring:
         old = case.inputs(0)
         with of_the_model(case.precision):
             (expected,) = case.answers(copy.deepcopy(case.model), [old], self.request)
-        if RANDOM in expected.did:
-            self.request = replace(self.request, how=How.SEEDED)
         if any(did.startswith("writes") for did in expected.did):
-            self.request = replace(self.request, how=self.request.how | How.RESTORED)
+            self.request = replace(self.request, how=How.RESTORED)
         self.answers = case.room(expected)
         outputs = zip(expected.leaves.values(), expected.forms) if direction == "forward_backward" else []
         roots = [x for x, (_, _, recorded) in outputs if recorded.startswith("True")]

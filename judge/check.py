@@ -38,7 +38,7 @@ from judge.answers import (
     tensors_of,
     wrong_slopes,
 )
-from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, perturb, requests_after
+from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, half, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of, takes_of
 
@@ -51,7 +51,7 @@ FAR_OFF = 30.0  # times the tolerance: gradients that are seen without float64's
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
 EMPTY = re.compile(r"shape \[(\d+, )*0[,\]]")  # in a form: of a tensor without elements
-SEQUENCE = re.compile(r"TreeSpec\((?!dict)\w+")  # a list, a tuple, or a named one, as torch.max gives it
+SEQUENCE = re.compile(r"\w+(\([^()]*\))?\[")  # how `kind_of` begins a list, a tuple or a named one
 MOST_STEPS = 1e-3  # the share of places where the Model may jump
 STEPS_TRIED, MOST_TRIED = 32, 128  # other inputs, to see whether it does; so many where it was not yet seen to
 RACES = How.REPEATED | How.THREADS  # what goes wrong now and then counts as often as it is seen
@@ -59,7 +59,6 @@ MANY_BYTES = 1 << 27  # of inputs and answer, at most, where the batch is many t
 NAMED = 4  # parameters at most, in a reason
 SOME = 0.05  # the share of elements at most in which a right answer is far off where the Model is, too
 Unjudged = partial(Rejected, kind="model")  # the Model's answers are no measure of the candidate's
-HALVES = {float: lambda x: 0.5 * x, int: lambda x: x // 2 or x}  # of numbers that are no tensors
 
 
 @contextlib.contextmanager
@@ -437,7 +436,9 @@ def both_gates(case: Case, direction: str) -> None:
                 case.model.load_state_dict(case.initial)
                 perturb(case.model, case.seed + seed)
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
-            when = f"batch {case.batch}, " * bool(case.batch) + f"seed {case.seed + seed}"
+            whose = "inputs" + " and of new weights and buffers" * bool(case.initial and not case.unmatched)
+            whose += " and weights" * case.unmatched
+            when = f"batch {case.batch}, " * bool(case.batch) + f"seed {case.seed + seed} of {whose}"
             plain = Request(when, direction, seed, loaded, both_gates=True)
             try:
                 ask(case, replace(plain, when=f"from memory full of NaN, {when}", how=How.POISONED | loaded))
@@ -456,28 +457,25 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
-    must = request.both_gates and How.TRAIN not in request.how
-    if request.random and (How.TRAIN in request.how) not in case.random:
-        return
-    if How.THEN_EVAL in request.how and True in case.random:  # what a call learns from, it draws
-        return
-    if How.THREADS in request.how and any(REUSED in why for why in case.no_dropin):
-        return
+    training, known = How.TRAIN in request.how, " ".join(case.no_dropin)
+    must = request.both_gates and not training
     if (
-        How.TRAIN in request.how
-        and request.batch != case.small_batch
-        and any("refuses batch" in why for why in case.no_dropin)
+        (request.random and training not in case.random)
+        or (How.THEN_EVAL in request.how and True in case.random)  # what a call learns from, it draws
+        or (How.THREADS in request.how and REUSED in known)
+        or (How.SECOND in request.how and case.unmatched)  # only the first is made with the right weights
+        or (training and request.batch != case.small_batch and "refuses batch" in known)
     ):
         return
     if case.graphs and request.how & (How.MOVED | How.ASSIGNED | How.THREADS | How.CHANNELS_LAST):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     errors = dict(case.errors)
-    if How.TRAIN in request.how:
+    if training:
         case.errors = {}
     try:
         put(case, request, must)
-        if How.TRAIN in request.how and (wrong := over_limit(case)):
+        if training and (wrong := over_limit(case)):
             reject(request, wrong, "uncertain")
     except (Rejected, torch.OutOfMemoryError) as raised:
         error = as_rejected(raised)
@@ -489,14 +487,14 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
             case.notes.append(f"not asked for want of memory: {request.when}")
         elif error.kind == "uncertain" and draws > 1 and not request.how & RACES:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
-        elif error.kind in ("wrong", "uncertain") and How.TRAIN in request.how and as_in_eval(case, request):
+        elif error.kind in ("wrong", "uncertain") and training and as_in_eval(case, request):
             case.lacks("has no training mode: it answers as in eval mode")
         elif error.kind in ("wrong", "uncertain") and request.may_differ and not error.firm:
             case.lacks(str(error.args[0]))
         else:
             raise error from raised
     finally:
-        if How.TRAIN in request.how:
+        if training:
             case.errors = errors
         if case.keeps and case.workers["new"].alive():  # the next request begins where the Model does
             case.workers["new"].ask("made", seed=case.made_from)
@@ -520,8 +518,9 @@ def depends_on_layout(case: Case, request: Request, model: torch.nn.Module, sets
     called = copy.deepcopy(model).train(How.TRAIN in request.how)
     with of_the_model(case.precision):
         dense = case.answers(called, sets, replace(request, incoming="dense"))[0].tensors()
-    pairs = [(x.double(), dense[name].double()) for name, x in answer.tensors().items() if x.is_floating_point()]
-    return not all(gates.close(x, other, 1e-2, 1e-2 * float(other.abs().max())) for x, other in pairs if x.numel())
+    pairs = [(x, dense[name]) for name, x in answer.tensors().items() if x.is_floating_point() and x.numel()]
+    most = [float(gates.size(gates.as_numbers(other)).max()) for _, other in pairs]
+    return not all(gates.are_close(*pair, 1e-2, scale) for pair, scale in zip(pairs, most))
 
 
 def put(case: Case, request: Request, must: bool) -> None:
@@ -530,6 +529,9 @@ def put(case: Case, request: Request, must: bool) -> None:
     if request.weights and case.own != {}:
         model = copy.deepcopy(model)
         request.weights(model)
+    if request.how & (How.IN_PART | How.OTHER_PART):
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        request = replace(request, frozen=tuple(names[How.OTHER_PART in request.how :: 2]))
     changed, laid_anew = [], []
 
     def draw(i: int) -> list:
@@ -537,9 +539,9 @@ def put(case: Case, request: Request, must: bool) -> None:
         if request.change and (i or not request.alike):
             reseed(request.seed + i)
             changed.extend(known.changed(x, request.change) for x, known in zip(tensors_of(drawn), case.inputs_are))
-            if request.change is Inputs.other_integers and tree_any(lambda x: type(x) in HALVES, drawn):
-                changed.append(True)
-                drawn = tree_map(lambda x: HALVES[type(x)](x) if type(x) in HALVES else x, drawn)
+            if request.change is Inputs.other_integers:
+                changed.append(tree_any(lambda x: half(x) is not x, drawn))
+                drawn = tree_map(half, drawn)
         laid = tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
         laid_anew.extend(mine is not old for mine, old in zip(tensors_of(laid), tensors_of(drawn)))
         return laid
@@ -588,7 +590,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         states[1] = case.state(other)
     settle(case.device)
     reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
-    if len(reply["forms"]) != len(places):
+    if not len(reply["forms"]) == len(reply["names"]) == len(places):
         reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
     if How.IGNORED not in request.how:  # whose question is whether it has a training mode
@@ -598,17 +600,18 @@ def put(case: Case, request: Request, must: bool) -> None:
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["given"] != expected[0].given and reply["tree"] == expected[0].tree:
-        case.lacks(f"gives {shown(reply['given'])}, the Model {shown(expected[0].given)}")
+        case.lacks(f"gives {reply['given']}, the Model {expected[0].given}")
     if reply["tree"] != expected[0].tree:
-        said = f"gives {shown(reply['tree'])}, the Model {shown(expected[0].tree)}"
-        as_lists = (SEQUENCE.sub("TreeSpec(list", tree) for tree in (reply["tree"], expected[0].tree))
+        said = f"gives {reply['tree']}, the Model {expected[0].tree}"
+        as_lists = (SEQUENCE.sub("list[", tree) for tree in (reply["tree"], expected[0].tree))
         (wrong.append if len({*as_lists}) > 1 else case.lacks)(said)
     reject(request, wrong)
     case.graphs |= reply["graphs"]
     if REUSED in reply["did"] and REUSED not in expected[0].did and How.CLONED not in request.how:
         return put(case, replace(request, how=request.how | How.CLONED), must)
 
-    for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
+    for answer, forms, place, names in zip(expected, reply["forms"], places, reply["names"]):
+        reject(request, other_values(answer, forms, names))
         inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
     if request.random and len(expected) > 1:
         for k, (name, x) in enumerate(expected[0].tensors().items()):
@@ -624,14 +627,6 @@ def put(case: Case, request: Request, must: bool) -> None:
         and not all(same_bits(a, b) for a, b in zip(*places[:2]))
     ):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
-
-
-def shown(tree: str) -> str:
-    """PyTorch's TreeSpec(list, None, [*, *]) as list[*, *]."""
-    tree = " ".join(tree.split())
-    if "dict" in tree.lower():
-        return tree
-    return re.sub(r"TreeSpec\((\w+), None, \[", r"\1[", tree).replace("])", "]")
 
 
 def look_at_slopes(case: Case, request: Request, given: list) -> None:
@@ -656,6 +651,19 @@ def look_at_slopes(case: Case, request: Request, given: list) -> None:
         reject(request, [said.format(name) for name in found])
 
 
+def other_values(answer: Answer, forms: list, names: list[str]) -> list[str]:
+    """The gradients, and tensors of the state, that the candidate alone gives or the Model alone, and why."""
+    missing, more = ([name for name in a if name not in b] for a, b in ((answer.leaves, names), (names, answer.leaves)))
+    said = [f"gives {some(more)}, which the Model does not"] * bool(more)
+    if missing:
+        outputs = [recorded for name, (_, _, recorded) in zip(names, forms) if name.startswith("output")]
+        why = "no such parameter of ModelNew requires a gradient"
+        if not any(recorded.startswith("True") for recorded in outputs):
+            why = f"its output{'s' * (len(outputs) > 1)} require{'s' * (len(outputs) == 1)} no gradient"
+        said.append(f"gives no {some(missing)}, the Model does: {why}")
+    return said
+
+
 def reject(request: Request, wrong: list[str], kind: str = "wrong", firm: bool = False) -> None:
     if wrong:
         raise Rejected(*(f"{what} ({request.when})" for what in wrong), kind=kind, firm=firm)
@@ -664,11 +672,7 @@ def reject(request: Request, wrong: list[str], kind: str = "wrong", firm: bool =
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
     """Raises Rejected where an answer is wrong: the form of its values (of a number also the value), or its tensors."""
     if len(forms) != len(answer.forms):
-        said = f"gives {len(forms)} values, the Model {len(answer.forms)}"
-        missing = [*answer.leaves][len(forms) :]
-        if missing and all(name.startswith("gradient") for name in missing):
-            said = f"gives no {some(missing)}, the Model does: its output has requires_grad False"
-        reject(request, [said])
+        reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}"])
     inspect_forms(case, request, answer, forms)
     given = [new.to(eager.device) for eager, new in zip(answer.tensors().values(), given)]
     pairs = [(name, eager, new) for (name, eager), new in zip(answer.tensors().items(), given)]

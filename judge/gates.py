@@ -155,22 +155,28 @@ def unlike(name: str, drawn: list[tuple[torch.Tensor, ...]]) -> list[str]:
     `drawn`: of several answers the candidate's and two of the Model's, from three seeds. The values of a row may depend
     on each other, as where whole channels are dropped, so a mean's standard error is also seen from row to row.
     """
-    figures = {
-        "mean": lambda new, eager, _: (new, eager),
-        "mean square": lambda new, eager, _: (new.square(), eager.square()),
-        "share of zeros": lambda *three: [(x == 0).double() for x in three[:2]],
-        "share of finite numbers": lambda *three: [x.isfinite().double() for x in three[:2]],
-        "mean square distance from the Model's": lambda *three: [x.square() for x in steps(*three)],
-        "mean fourth power of the distance": lambda *three: [x.square().square() for x in steps(*three)],
-        "share within 0.5 of the Model's": lambda *three: [(x.abs() < 0.5).double() for x in steps(*three)],
+    of_values = {
+        "mean": lambda x: x,
+        "mean square": torch.square,
+        "share of zeros": lambda x: x == 0,
+        "share of finite numbers": torch.isfinite,
+    }
+    of_steps = {
+        "mean square distance from the Model's": torch.square,
+        "mean fourth power of the distance": lambda x: x.square().square(),
+        "share within 0.5 of the Model's": lambda x: x.abs() < 0.5,
     }
     for dim in range(drawn[0][0].dim()):
-        figures[f"share of zeros beside a zero along dimension {dim}"] = partial(beside_zeros, dim)
-        figures[f"product of neighbours' distances along dimension {dim}"] = partial(beside_steps, dim)
+        of_values[f"share of zeros beside a zero along dimension {dim}"] = lambda x, dim=dim: beside(dim, x == 0)
+        of_steps[f"product of neighbours' distances along dimension {dim}"] = partial(beside, dim)
+    values = [(new, eager) for new, eager, _ in drawn]
+    steps = [(new - eager, other - eager) for new, eager, other in drawn]
+    figures = [(what, figure, values) for what, figure in of_values.items()]
+    figures += [(what, figure, steps) for what, figure in of_steps.items()]
     said = []
     errors_allowed = STANDARD_ERRORS if len(drawn) < MANY_ANSWERS else STANDARD_ERRORS_OF_MANY
-    for what, figure in figures.items():
-        (mine, error), (theirs, other_error) = map(mean_of, zip(*(figure(*three) for three in drawn)))
+    for what, figure, pairs in figures:
+        (mine, error), (theirs, other_error) = (mean_of([figure(x).double() for x in each]) for each in zip(*pairs))
         spread = errors_allowed * (error**2 + other_error**2) ** 0.5
         if not abs(mine - theirs) <= spread + 1e-6 * abs(theirs):
             said.append(f"{name}: the {what} is {mine:.4g}, that of the Model's {theirs:.4g}")
@@ -198,24 +204,12 @@ def mean_square(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.double() - right.double()).square().nan_to_num(0.0, 0.0, 0.0).mean())
 
 
-def steps(new: torch.Tensor, eager: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From an answer of the Model's to the candidate's and to another of the Model's."""
-    return new - eager, other - eager
+def beside(dim: int, x: torch.Tensor) -> torch.Tensor:
+    """The products of neighbours."""
+    return x.narrow(dim, 0, x.shape[dim] - 1) * x.narrow(dim, 1, x.shape[dim] - 1)
 
 
-def neighbours(dim: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.narrow(dim, 0, x.shape[dim] - 1), x.narrow(dim, 1, x.shape[dim] - 1)
-
-
-def beside_zeros(dim: int, *three: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.logical_and(*neighbours(dim, x == 0)).double() for x in three[:2]]
-
-
-def beside_steps(dim: int, *three: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.mul(*neighbours(dim, x)) for x in steps(*three)]
-
-
-def mean_of(answers: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+def mean_of(answers: list[torch.Tensor]) -> tuple[float, float]:
     """The mean of the finite values, and its standard error: of single values, of rows or of answers, the largest. No
     mean, and any error, where there are too few values."""
     answers = [x.masked_fill(~x.isfinite(), math.nan).reshape(len(x), -1) for x in answers if x.numel()]

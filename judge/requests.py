@@ -173,6 +173,15 @@ class Inputs:
                     x.narrow(dim, x.shape[dim] - 1, 1).copy_(ends[1])
 
 
+def half(x):
+    """Of a number, or of a tensor that is one integer; of 0 and 1 the same, and all else as it is."""
+    if type(x) is float:
+        return 0.5 * x
+    of_integers = isinstance(x, torch.Tensor) and not (x.dim() or x.is_floating_point() or x.is_complex())
+    is_one = type(x) is int or of_integers and x.dtype != torch.bool
+    return x // 2 or x if is_one else x
+
+
 def part(x: torch.Tensor) -> torch.Tensor:
     """Of a large tensor the first rows."""
     return x[: max(1, LOOKED_AT * len(x) // x.numel())] if x.dim() and x.numel() > LOOKED_AT else x
@@ -201,8 +210,7 @@ def middle_of_each(model: torch.nn.Module) -> None:
             parameter.data[tuple(size // 2 for size in parameter.shape)] *= -1.5
 
 
-def every_second(model: torch.nn.Module) -> None:
-    perturb(model, 0, slice(0, None, 2))
+every_second = partial(perturb, seed=0, which=slice(0, None, 2))
 
 
 def all_of_them(model: torch.nn.Module) -> None:
@@ -250,6 +258,7 @@ SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_lik
 REQUESTS = {
     "forward": [
         Request("two instances with other weights in turns", how=How.TWIN),
+        Request("a second instance, with weights of its own", how=How.TWIN | How.SECOND),
         Request("every second weight changed since the last call", how=How.SPARING, weights=every_second),
         Request("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
         FINITE("other integers and truth values in the buffers", weights=other_buffers, **LENIENT),

@@ -35,14 +35,11 @@ class Progress:
     def __init__(self, before: str = ""):
         self.before = before  # what is said before each text, as which pair it is
 
-    def __call__(self, text: str) -> None:
+    def __call__(self, text: str = "") -> None:
+        """Without a text the line is empty."""
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{(self.before + text)[:width]}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{(self.before * bool(text) + text)[:width]}", end="", file=sys.stderr, flush=True)
 
 
 def question(run: Result) -> str:

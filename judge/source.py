@@ -200,12 +200,9 @@ def code_of(text: str) -> str:
 
 def kernels_of(code: str) -> str:
     """Its CUDA and C++ strings alone: module constants whose names end in _SOURCE."""
-    of_sources = (node.value for node in ast.parse(code).body if isinstance(node, ast.Assign) and is_source(node))
-    return "\n".join(str(each.value) for each in of_sources if isinstance(each, ast.Constant))
-
-
-def is_source(node: ast.Assign) -> bool:
-    return any(isinstance(each, ast.Name) and each.id.endswith("_SOURCE") for each in node.targets)
+    found = [node for node in ast.parse(code).body if isinstance(node, ast.Assign)]
+    found = [node.value for node in found if ast.unparse(node.targets[0]).endswith("_SOURCE")]
+    return "\n".join(str(value.value) for value in found if isinstance(value, ast.Constant))
 
 
 def code_sha256(path: Path, part: Callable[[str], str] = str) -> str:

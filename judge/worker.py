@@ -64,8 +64,10 @@ from judge.answers import (
     least_like_first,
     parameters_by_name,
     places_of,
+    restore,
     roots_of,
     same_bits,
+    standing,
     state_by_name,
     tensors_of,
     wanted_of,
@@ -85,7 +87,7 @@ FORM = ("", [0], "")
 REPLIES = {
     "failed": {"kind": "", "wrong": [""]},
     "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "takes": [""]},
-    "call": {"forms": [[FORM]], "tree": "", "given": "", "did": [""], "graphs": True},
+    "call": {"forms": [[FORM]], "names": [[""]], "tree": "", "given": "", "did": [""], "graphs": True},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
     "time": {"ms": 0.0, "forms": [FORM]},
     "aged": {"aged": True},
@@ -178,18 +180,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """It, or a module within it, keeps a function of torch.compile."""
     kept = (x for each in module.modules() for x in tree_leaves([*vars(each).values()]))
     return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept)
-
-
-def standing(module: torch.nn.Module) -> list[tuple[dict, str, torch.Tensor, torch.Tensor]]:
-    """Its buffers, as `restore` takes them: a forward may write them or put others in their places."""
-    owners = [(each._buffers, name) for each in module.modules() for name, x in each._buffers.items() if x is not None]
-    return [(buffers, name, buffers[name], buffers[name].detach().clone()) for buffers, name in owners]
-
-
-def restore(before: list[tuple[dict, str, torch.Tensor, torch.Tensor]]) -> None:
-    for buffers, name, x, values in before:
-        x.detach().copy_(values)
-        buffers[name] = x
 
 
 def takes_of(module: torch.nn.Module) -> list[str]:
@@ -303,7 +293,7 @@ class Contender:
         """Whether a module that was called, and whose weights then changed, answers as a new one with these weights."""
         module, (inputs,) = self.modules[0], self._own(sets)
         new = cast(self.problem.make(self.cls, seed), self.dtype, self.device)
-        before = {name: x.clone() for name, x in module.state_dict().items() if isinstance(x, torch.Tensor)}
+        before = standing(module, parameters=True)
         with torch.no_grad():
             module(*inputs)
             for each in (module, new):
@@ -312,8 +302,7 @@ class Contender:
             try:
                 found = tree_map_only(torch.Tensor, torch.clone, module(*inputs))  # of memory that may be a buffer's
             finally:
-                for name, x in before.items():
-                    module.state_dict()[name].copy_(x)
+                restore(before)
             reseed(seed)
             right = new(*inputs)
             size = max(
@@ -355,7 +344,8 @@ class Contender:
         """Puts a request to the module; copies the answers to where they belong."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module, training = self.modules[0], bool(request.how & (How.TRAIN | How.IGNORED))
+        module, *others = self.modules[::-1] if How.SECOND in request.how else self.modules
+        training = bool(request.how & (How.TRAIN | How.IGNORED))
         if module.training != training:  # else not: what is made from weights at each eval() would never grow old
             module.train(training)
 
@@ -370,7 +360,7 @@ class Contender:
             call_once(module)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
-        for instance, state in zip(self.modules, (states[0], states[1], states[1])):
+        for instance, state in zip((module, *others), (states[0], states[1], states[1])):
             self.take(instance, state, own, request.how)
         before_assigned = {}
         if How.ASSIGNED in request.how:
@@ -379,7 +369,7 @@ class Contender:
             for p, _ in before_assigned.values():
                 p.data = torch.full_like(p, float("nan"))
         if request.how & (How.TWIN | How.MOVED):
-            for instance in self.modules[1:] if How.TWIN in request.how else [module]:
+            for instance in others if How.TWIN in request.how else [module]:
                 call_once(instance)
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
@@ -413,9 +403,9 @@ class Contender:
             setattr(module.get_submodule(owner), last, p)
         if How.CHANNELS_LAST in request.how:
             module._apply(torch.Tensor.contiguous)
-        forms = [each.forms for each in found]
-        first = found[0]
-        return {"forms": forms, "tree": first.tree, "given": first.given, "did": first.did, "graphs": self.graphs}
+        forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
+        told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
+        return {"forms": forms, "names": names, "graphs": self.graphs, **told}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
         if How.CAPTURED in request.how:
@@ -490,7 +480,7 @@ class Contender:
     def time(self, flushes: int, seed: int, waits: float | None = None) -> dict:
         """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against.
 
-        `seed`: of the random numbers, where the Model draws any. With `waits` the GPU waits for so many milliseconds in
+        `seed`: of the random numbers that it may draw. With `waits` the GPU waits for so many milliseconds in
         place of the call.
         """
         ms, _, _, leaves = self._clocked(flushes, waits, seed)
@@ -538,8 +528,7 @@ class Contender:
         for mine, x in zip(tensors_of([self.inputs, self.incoming]), tensors_of(self.given)):
             if mine is not x:
                 mine.data.copy_(x)
-        if How.SEEDED in self.request.how:
-            reseed(seed + APART)
+        reseed(seed + APART)
         restore(self.stand)
         if not self.gpu:
             self.buffer.zero_()

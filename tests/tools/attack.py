@@ -7,6 +7,7 @@ python tests/tools/attack.py --write FOLDER           writes them out, as files 
 """
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -110,8 +111,7 @@ def main() -> int:
         started = [subprocess.Popen([*command, *share]) for share in shares if share]
         failures = sum(process.wait() != 0 for process in started)
         chosen = [name for name in chosen if "by clock" in CANDIDATES[name].particular]
-    judges = Judges()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Judges()) as judges:
         for name in chosen:
             failed, said = [], ""
             for seed in range(options.repeats):
@@ -123,7 +123,6 @@ def main() -> int:
             failures += len(failed)
             right = f"{options.repeats - len(failed)} of {options.repeats}"
             print(f"{'FAILED' if failed else 'ok':6} {right}  {name:32} {(failed or [said])[0]}", flush=True)
-    judges.close()
     return 1 if failures else 0
 
 
