@@ -1954,7 +1954,8 @@ struct Arguments {
 TensorPair forward_cuda(at::TensorList tensors, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(tensors[kInput].device());
     const Tensor& x = tensors[kInput];
-    if (!fits(x, false)) return {plain(tensors, groups, eps), at::empty({x.size(0), groups, 34}, x.options())};
+    if (!fits(x, false))
+        return {plain(tensors, groups, eps), at::empty({x.size(0), groups, 34}, x.options().dtype(at::kLong))};
     TensorPair results = forward_meta(tensors, groups, eps);
     if (x.size(0) == 0) return results;
     const auto& [out, group_data] = results;
