@@ -19,12 +19,15 @@ stems = pytest.mark.parametrize("stem", STEMS)
 
 @first_cases
 def test_loaded_again_and_as_text_in_one_process(case, device, deterministic):
-    """As text: no file, no source for `inspect` to find, in a bare namespace or a notebook's."""
+    """As text: no file, no source for `inspect` to find. In a notebook's namespace, and, as KernelBench does it, after
+    the problem's text in one that is bare."""
     _, new, inputs = build(case, device)
     expected = new(*inputs)
     with FakeTensorMode():  # as a large model is built without memory
         again = vars(load(PAIRS[case.stem].new_path))
     as_text, as_main = {}, {"__name__": "__main__"}
+    exec(compile(PAIRS[case.stem].model_path.read_text(), "<string>", "exec"), as_text)
+    get_inputs = as_text["get_inputs"]
     for namespace in (as_text, as_main):
         exec(compile(source(case.stem), "<string>", "exec"), namespace)
     for namespace in (again, as_text, as_main):
@@ -32,6 +35,7 @@ def test_loaded_again_and_as_text_in_one_process(case, device, deterministic):
         other.load_state_dict(new.state_dict())
         assert torch.equal(other.to(device)(*inputs), expected)
         assert namespace["NAMESPACE"] == again["NAMESPACE"]
+    assert as_text["get_inputs"] is get_inputs
     assert torch.equal(new(*inputs), expected)
 
 
