@@ -57,7 +57,7 @@ def outcome(function: Callable) -> torch.Tensor | Exception:
         return error
 
 
-def complaint(ours: torch.Tensor | Exception, models: torch.Tensor | Exception) -> str | None:
+def complaint(ours: torch.Tensor | Exception, models: torch.Tensor | Exception, tolerance: float = 1e-2) -> str | None:
     """What is wrong with ModelNew's outcome beside the Model's, if anything."""
     if isinstance(ours, Exception):
         as_the_models = isinstance(ours, type(models)) or isinstance(models, type(ours))
@@ -69,7 +69,7 @@ def complaint(ours: torch.Tensor | Exception, models: torch.Tensor | Exception) 
     try:
         assert_same_form(ours, models)
         if not models.is_meta:
-            torch.testing.assert_close(ours, models, rtol=1e-2, atol=1e-2, equal_nan=True)
+            torch.testing.assert_close(ours, models, rtol=tolerance, atol=tolerance, equal_nan=True)
     except AssertionError as difference:
         return f"another result than the Model's: {difference}"
     return None
