@@ -93,7 +93,8 @@ for changes in json.loads(sys.argv[2]):
     if "gpu" in changes:
         torch.version.cuda = "13.0"
         torch.cuda.device_count = lambda: 1
-        torch.cuda.get_device_capability = lambda device=None: (9, 0)
+        capability = tuple(changes.pop("capability", (9, 0)))
+        torch.cuda.get_device_capability = lambda device=None: capability
         torch.utils.cpp_extension.CUDA_HOME = changes.pop("gpu")
     os.environ.clear()
     os.environ.update({name: text for name, text in (before | changes).items() if text is not None})
@@ -125,8 +126,10 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path):
         (both | {"TORCH_EXTENSIONS_DIR": None, "HOME": folder}, not_writable),
         (both | {"gpu": None}, no_toolkit),
         (both | {"gpu": "/nowhere"}, f"/nowhere/{no_toolkit}"),
+        (both | {"gpu": None, "capability": (6, 1)}, "needs GPUs of compute capability 7.5 or more"),
     ]
-    options = {"python": python_without_ninja(tmp_path / "venv"), "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    options = {"TORCH_EXTENSIONS_DIR": tmp_path / "built", "TORCH_CUDA_ARCH_LIST": None}
+    options["python"] = python_without_ninja(tmp_path / "venv")
     said = answers([environment for environment, _ in cases], tmp_path, **options)
     assert len(said) == len(cases)
     for (_, expected), line in zip(cases, said):
@@ -160,18 +163,6 @@ os.environ["CXX"] = {str(compiler(folders[1], QUICKLY))!r}
 check(load(sys.argv[1], "second").ModelNew, sys.argv[2])
 """
     assert run_python(script, FILE, saved, cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built").startswith("failed")
-
-
-def test_a_gpu_that_is_too_old_is_named(tmp_path):
-    script = """
-torch.version.cuda = "13.0"
-torch.cuda.device_count = lambda: 1
-torch.cuda.get_device_capability = lambda device=None: (6, 1)
-load(sys.argv[1], "fresh")
-"""
-    options = {"TORCH_EXTENSIONS_DIR": tmp_path / "built", "TORCH_CUDA_ARCH_LIST": None}
-    code, _, err = finish(start_python(script, FILE, cwd=tmp_path, **options))
-    assert code != 0 and "needs GPUs of compute capability 7.5 or more" in err.splitlines()[-1], err
 
 
 # Stands for the compiler. Beside every compilation a line in the file `calls`. The first one also leaves half an object
@@ -260,20 +251,16 @@ def test_a_file_system_without_flock(saved, counted):
     run_python(NO_FLOCK + IMPORT_AND_CHECK, FILE, saved, **counted)
 
 
-def test_two_versions_of_pytorch_share_a_cache(tmp_path):
-    """Each builds in a folder of its own, and finds it again."""
-    versions = [{"torch": version} for version in ("9.9.8", "9.9.9", "9.9.8")]
-    one, other, again = answers(versions, tmp_path, TORCH_EXTENSIONS_DIR=tmp_path)
-    assert one == again != other
-
-
-def test_torch_cuda_arch_list_is_left_to_pytorch(tmp_path):
-    """A build of its own for each value; no flag of ours, which would make load_inline ignore it."""
+def test_versions_of_pytorch_and_architectures_share_a_cache(tmp_path):
+    """Each has a build of its own, and finds it again. TORCH_CUDA_ARCH_LIST is left to PyTorch: a flag of ours would
+    make load_inline ignore it."""
     (tmp_path / "bin").mkdir()
     shutil.copy(shutil.which("true"), tmp_path / "bin" / "nvcc")
-    targets = [{"gpu": tmp_path, "TORCH_CUDA_ARCH_LIST": target} for target in ("", "8.0+PTX", "9.0")]
-    lines = answers(targets, tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
-    assert len(set(lines)) == 3 and all(line.endswith(" []") for line in lines)
+    environments = [{"gpu": tmp_path, "TORCH_CUDA_ARCH_LIST": target} for target in ("", "8.0+PTX", "9.0")]
+    environments += [environments[0] | {"torch": version} for version in ("9.9.8", "9.9.9")]
+    *lines, again = answers(environments, tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
+    assert len(set(lines)) == 4 and again == lines[0]
+    assert all(line.endswith(" []") for line in lines)
 
 
 @pytest.mark.slow
