@@ -209,21 +209,26 @@ def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_pat
     assert code == 0, err
 
 
-@pytest.mark.gpu
+LINEAR = [case for case in COMPILED_CASES if case.stem.startswith("linear")]
+ANY_BATCH = [pytest.param(case, "cuda", torch.float32, 2048, marks=pytest.mark.gpu) for case in SMALLEST]
+ANY_BATCH += [(case, "cpu", torch.bfloat16, 64) for case in LINEAR]  # 16 bits that a CPU lacks
+
+
 @strict_or_not
-@pytest.mark.parametrize("case", SMALLEST, ids=str)
+@pytest.mark.parametrize(("case", "device", "dtype", "large"), ANY_BATCH, ids=str)
 @torch.no_grad()
-def test_exported_with_any_batch(case, strict):
+def test_exported_with_any_batch(case, device, dtype, large, strict, monkeypatch):
     """Where the operator takes some batches only, no batch is refused."""
-    _, new, inputs = build(case, "cuda")
+    monkeypatch.setattr(solution(case.stem), "_WITHOUT_BF16", device == "cpu", raising=False)
+    _, new, inputs = build(case, device, dtype)
     shapes = batch_dimensions(case, most=4096)
     exported = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict).module()
-    for size in (2, 2048):
-        inputs = converted(case.inputs(size), torch.device("cuda"))
-        close(exported(*inputs), new(*inputs), 1e-3)
+    for size in (2, large):
+        inputs = converted(case.inputs(size), device, dtype)
+        close(exported(*inputs), new(*inputs), 1e-3 if dtype is torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("stem", [stem for stem in COMPILED if stem.startswith("linear")])
+@pytest.mark.parametrize("stem", [case.stem for case in LINEAR])
 def test_whether_a_product_is_large_leaves_the_batch_free(stem):
     """Also where the batch may be smaller or larger than the other sizes."""
 
@@ -235,19 +240,6 @@ def test_whether_a_product_is_large_leaves_the_batch_free(stem):
     batch = torch.export.Dim("batch", min=2048, max=65536)
     exported = torch.export.export(Asks(), (x,), dynamic_shapes=({0: batch},), strict=False).module()
     assert exported(x[:2048]).all()
-
-
-@pytest.mark.parametrize("stem", [stem for stem in COMPILED if stem.startswith("linear")])
-@torch.no_grad()
-def test_16_bits_that_a_cpu_lacks_are_exported_for_any_batch(stem, monkeypatch):
-    monkeypatch.setattr(solution(stem), "_WITHOUT_BF16", True)
-    case = next(case for case in CASES if case.stem == stem)
-    _, new, inputs = build(case, "cpu", torch.bfloat16)
-    shapes = batch_dimensions(case, most=4096)
-    exported = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=False).module()
-    for size in (2, 64):
-        inputs = converted(case.inputs(size), dtype=torch.bfloat16)
-        close(exported(*inputs), new(*inputs), 2e-2)
 
 
 def recorded_calls(stem: str, device) -> list[tuple]:
