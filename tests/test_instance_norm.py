@@ -19,7 +19,7 @@ SIZES = [  # samples, height, width; three channels
     (50, 64, 64), (20, 90, 90), (20, 127, 129), (3, 126, 126), (9, 181, 181), (50, 256, 256), (5, 255, 257),
     (13, 512, 512), (3, 511, 513), (3, 768, 1024), (2, 1024, 1024), (1, 1023, 1025), (1, 2048, 2048), (1, 2047, 2049),
     (2, 1448, 1448), (1, 3001, 3001), (301, 5, 5), (33, 2, 33), (50, 10, 10), (20, 7, 37),
-    (20, 15, 15), (9, 1, 239), (9, 7, 73),
+    (20, 15, 15), (9, 1, 239), (9, 7, 73), (1, 4399, 4401),  # of the last no chip holds a slice
 ]
 # By what holds a slice: registers of one warp, of more, shared memory, nothing; whole packs of 16 bytes and not.
 KINDS = [
@@ -41,14 +41,6 @@ EVERY_KIND = [case_of(*shape) for shape in KINDS]
 @each(EVERY_SIZE, SINGLE_AND_LOW, ["contiguous", "offset by one element"], most_on_cpu=2e4)
 def test_every_kernel_is_as_accurate_as_eager(case, dtype, layout, device):
     assert_as_accurate_as_eager(both_ways, draws(case, device, dtype, laid(layout)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", SINGLE_AND_LOW, ids=str)
-def test_slices_that_no_chip_holds(dtype):
-    """In both directions. In float64 eager's own drift over as many values is larger than ours."""
-    case = Case(STEM, "one slice of 4399 x 4401", (1,), ((1, 1, 4399, 4401),))
-    assert_as_accurate_as_eager(both_ways, draws(case, "cuda", dtype))
 
 
 def test_slices_of_32_gib_are_pytorchs(monkeypatch):
