@@ -286,16 +286,6 @@ def test_traced_or_scripted_by_torch_jit(case, recorded, device):
     torch.testing.assert_close(ours, [theirs] * 2, rtol=1e-3, atol=1e-4)
 
 
-@first_cases
-def test_traced_by_torch_fx(case, device):
-    """What rewrites a module sees the Model's layers."""
-    model, new, inputs = build(case, device)
-    theirs, ours = (torch.fx.symbolic_trace(module) for module in (model, new))
-    torch.testing.assert_close(ours(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
-    layers = [{node.target for node in traced.graph.nodes if node.op == "call_module"} for traced in (theirs, ours)]
-    assert layers[1] == layers[0]
-
-
 def by_fx(module, inputs):
     quantize = pytest.importorskip("torch.ao.quantization.quantize_fx")
     mapping = torch.ao.quantization.get_default_qconfig_mapping("x86")
@@ -317,13 +307,16 @@ QUANTIZED += [(case, as_an_exported_program, 0.0) for case in FIRST if case.stem
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(("case", "way", "tolerance"), QUANTIZED, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_quantized(case, way, tolerance):
+    """What rewrites a module sees the Model's layers."""
     model, new, inputs = build(case)
-    results = []
+    results, layers = [], []
     for module in (model, new):
         prepared, convert = way(module.eval(), inputs)
+        layers.append([node.target for node in prepared.graph.nodes if node.target in dict(model.named_children())])
         prepared(*inputs)
         results.append(convert(prepared)(*inputs))
     torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+    assert layers[1] == layers[0]
     assert not torch.equal(results[1], new(*inputs))  # it is quantized, not passed by
 
 
