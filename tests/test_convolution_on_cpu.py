@@ -1,15 +1,12 @@
 """The direct convolution of conv_sigmoid_group_norm on a CPU, at its edges, and 16 bits there."""
 
 import itertools
-import os
 from functools import partial
 
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward, in_both, poisoned
 from cases import PORTABLE, SINGLE_AND_LOW, Case, build, solution
-from processes import QUICKLY, compiler, finish, start_python
-from sources import source
 from test_convolution import STEM, case, channels_of_almost_one_value
 from test_gradients import gradients
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -155,39 +152,3 @@ def test_a_small_image_and_gradients_are_left_to_the_models_lines(monkeypatch):
     called.clear()
     with torch.enable_grad():
         assert torch.equal(new(x), model(x)) and not called
-
-
-# Of a hard sigmoid: what a reader puts in three places.
-EDITS = {
-    "activation": (
-        "return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));",
-        "const float v = z / 6 + 0.5f; return v < 0 ? 0.0f : v > 1 ? 1.0f : v;",
-    ),
-    "activation_gradient": ("const float v = activation(z);", "return z > -3 && z < 3 ? 1.0f / 6 : 0.0f; float v = 0;"),
-    "_activate": ("return torch.sigmoid(h)", "return nn.functional.hardsigmoid(h)"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("edits", ["activation_gradient", "_activate", "all"])
-def test_another_activation_is_written_in_three_places_or_told_of(edits, tmp_path):
-    """`activation` alone is told of as `_activate` alone is."""
-    text = source(STEM)
-    if any(text.count(old) != 1 for old, _ in EDITS.values()):
-        assert not os.environ.get("CI"), "EDITS has other lines than the kernel file"
-        pytest.skip("the activation is no longer the sigmoid that EDITS replaces")
-    for name in EDITS if edits == "all" else [edits]:
-        text = text.replace(*EDITS[name])
-    (tmp_path / "edited.py").write_text(text)
-    script = """
-sys.path.insert(0, "")
-import torch, edited
-new, x = edited.ModelNew(3, 8, 3, 4, (8, 1, 1), (8, 1, 1)), torch.randn(2, 3, 20, 26)
-with torch.no_grad():
-    expected = new.group_norm(torch.nn.functional.hardsigmoid((new.conv(x) + new.bias) * new.scale))
-    torch.testing.assert_close(new(x), expected, rtol=1e-4, atol=1e-4)
-"""
-    # In a folder of its own: an edit of `_activate` alone has the file's own library, which others would find there.
-    environment = {"CUDA_VISIBLE_DEVICES": "", "CXX": compiler(tmp_path, QUICKLY), "TORCH_EXTENSIONS_DIR": tmp_path}
-    code, _, err = finish(start_python(script, cwd=tmp_path, **environment))
-    assert code == 0 if edits == "all" else "compute different functions" in err, err
