@@ -63,8 +63,11 @@ def test_copies_work_and_are_independent(case, way, device, deterministic):
 
 @first_cases
 def test_default_dtype_and_device_are_respected(case):
-    with torch.device("meta"):
-        assert all(p.is_meta for p in solution(case.stem).ModelNew(*case.arguments()).parameters())
+    with torch.device("meta"), torch.no_grad():
+        model, new = both(case)
+        inputs = case.inputs()
+        assert all(t.is_meta for t in [*inputs, *new.parameters()])
+        assert_same_form(new(*inputs), model(*inputs))
     torch.set_default_dtype(torch.float64)
     try:
         model, new = both(case)
@@ -357,11 +360,3 @@ def test_subclasses_of_tensor(case, kind, device):
         if kind is Boxed:
             ours, theirs = ours.inner, theirs.inner
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@first_cases
-def test_meta_tensors_have_the_models_form(case):
-    model, new, inputs = build(case)
-    inputs = converted(inputs, device="meta")
-    with torch.no_grad():
-        assert_same_form(new.to("meta")(*inputs), model.to("meta")(*inputs))

@@ -104,7 +104,7 @@ def test_is_as_accurate_where_values_are(case, dtype, change, device):
     assert_as_accurate_as_eager(forward, draws(case, device, dtype, HARD[change]))
 
 
-@each(LAYOUT_CASES)
+@each(LAYOUT_CASES, SINGLE_AND_LOW)  # nothing is finer than float64, which takes the Model's lines
 @pytest.mark.parametrize("value", [0.0, 0.1, 100.0])
 def test_slices_without_variance(case, dtype, value, device):
     def flatten(model, new, inputs):
@@ -113,13 +113,7 @@ def test_slices_without_variance(case, dtype, value, device):
                 parameter.data.fill_(value / 7)
         return [torch.full_like(t, value) for t in inputs]
 
-    samples = draws(case, device, dtype, flatten)
-    if dtype is not torch.float64:
-        assert_as_accurate_as_eager(forward, samples)
-    else:  # nothing is finer; both multiply the rounding of the mean by 1 / sqrt(eps)
-        model, new, inputs = next(samples)
-        out, expected = (forward(module, inputs)["output"] for module in (new, model))
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-8 * max(1, expected.abs().max().item()))
+    assert_as_accurate_as_eager(forward, draws(case, device, dtype, flatten))
 
 
 @pytest.mark.skipif("linear_instance_norm_residual" not in STEMS, reason="no such pair")

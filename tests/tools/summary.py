@@ -53,9 +53,8 @@ PAIRS = list(dict.fromkeys(pair_of(name) for name in FILES))
 
 
 def machine_of(name: str) -> str:
-    """Of the machines that have a record of this file, the one that has most files of its pair."""
-    pair = [other for other in FILES if pair_of(other) == pair_of(name)]
-    return max(machines_of(name), key=lambda machine: sum(machine in machines_of(other) for other in pair))
+    """The one whose record of this file is shown, where one is."""
+    return machines_of(name)[0]
 
 
 def find(runs: list[dict], direction: str, dtype: str = "float32", precision: str = "highest") -> dict | None:
