@@ -8,19 +8,7 @@ import functools
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward, in_both
-from cases import (
-    CASES,
-    FIRST,
-    LAYOUT_CASES,
-    LAYOUTS,
-    STEMS,
-    Case,
-    build,
-    each,
-    first_cases,
-    in_float64,
-    solution,
-)
+from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, STEMS, Case, build, each, first_cases, in_float64, solution
 from torch.autograd.graph import saved_tensors_hooks
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
