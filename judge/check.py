@@ -243,7 +243,9 @@ def kept_by(module: torch.nn.Module) -> list:
 
 def is_kept(before: list, now: list) -> bool:
     def same(old, new) -> bool:
-        return type(old) is type(new) and (same_bits(old, new) if isinstance(old, torch.Tensor) else old == new)
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            return same_bits(old, new.to(old.device))  # it may have brought it to where its inputs are
+        return type(old) is type(new) and old == new
 
     return len(before) == len(now) and all(map(same, before, now))
 

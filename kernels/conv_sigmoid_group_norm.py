@@ -37,11 +37,11 @@ takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,
 eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
-    float32                       1.175 ms (4.97x, 2.88x)     7.199 ms (2.56x, 1.89x)
-    float32, compiled for 8.0     1.165 ms (5.02x)            7.179 ms (2.57x)
-    bfloat16                      0.784 ms (6.72x, 3.53x)     4.426 ms (2.82x, 1.80x)
+    float32                       1.135 ms (5.20x, 2.93x)     7.161 ms (2.58x, 1.90x)
+    float32, compiled for 8.0     1.141 ms (5.17x)            7.164 ms (2.58x)
+    bfloat16                      0.776 ms (6.87x, 3.56x)     4.446 ms (2.84x, 1.79x)
 
-Two cores of a CPU take some 2.4 ms (3.22x, 1.57x; a disturbed run) for 4 samples of 128 x 128, forward in float32.
+Two cores of a CPU take some 2.4 ms (3.40x, 1.66x; a disturbed run) for 4 samples of 128 x 128, forward in float32.
 """
 
 import contextlib
@@ -1270,7 +1270,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
     copy_x<T>(p, shared.tiles[0], 0, raw);
     // Two blocks of a multiprocessor that begin at once convolve at once, then wait and store at once. So half of the
     // blocks begin later, by half of a tile's time on an H200: the kernel takes 0.98 times as long, in 16 bits 1.00. It
-    // would take longer if a block had few tiles, and so it does in the backward.
+    // would take longer if a block had few tiles. In the backward this gains nothing.
     if (DIRECTION == kForward && p.all_tiles / kStaggeredTiles >= gridDim.x && blockIdx.x >= gridDim.x / 2)
         __nanosleep(9000);
 #pragma unroll 1
