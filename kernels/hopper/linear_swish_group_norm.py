@@ -9,18 +9,18 @@ This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNe
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths, and ModelNew._run chooses one. The fast path is the operator below. It takes plain 2-D x and
-weight, and vectors of one value a feature, all of float32, float16 or bfloat16; groups of 64 features, and with
+weight, and vectors of one value a feature, all float32, all float16 or all bfloat16; groups of 64 features, and with
 gradients at most 8192 features; products of at least 2^30 multiplications, each size at least 128, rows of whole 16
 bytes (`_product_fits`); no hooks, autocast or transforms. The product runs on the 16-bit tensor cores: for float32 as
 three fp16 products, with the accuracy of float32, or as one where TF32 is allowed; for 16-bit types as one. Its
 epilogue does the rest of the forward. The plain path is the Model's own layers. Read the table of roles first, then
 Range, then `sum_products`.
 
-At the benchmark shape, 32768 x 1024 to 4096, the product is 275 GFLOP. For float32 it is done three times in fp16: 1.1
-ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15 GB of
-pieces. `python harness.py hopper/linear_swish_group_norm --backward`, H200: 1.23 ms, 6.7x eager; with backward 4.30 ms,
-5.4x; where TF32 is allowed (`--precision high`) 0.597 and 2.08 ms, 5.8x and 4.5x; in bfloat16 (`--dtype bfloat16`)
-0.427 and 1.38 ms, 6.5x and 5.1x. (With `--profile FOLDER` the harness lists the kernels by time.)
+At the benchmark shape, m = 32768, k = 1024, n = 4096, the product is 275 GFLOP. For float32 it is done three times in
+fp16: 1.1 ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15
+GB of pieces. `python harness.py hopper/linear_swish_group_norm --backward`, H200: 1.23 ms, 6.7x eager; with backward
+4.30 ms, 5.4x; where TF32 is allowed (`--precision high`) 0.597 and 2.08 ms, 5.8x and 4.5x; in bfloat16 (`--dtype
+bfloat16`) 0.427 and 1.38 ms, 6.5x and 5.1x. (With `--profile FOLDER` the harness lists the kernels by time.)
 """
 
 import contextlib
@@ -73,8 +73,8 @@ template <int N> __device__ __forceinline__ void more_registers() {
 template <int N> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
-// wgmma_fence: before a warpgroup's first wgmma, and after other code has written its registers. wgmma_commit ends a
-// group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups are unfinished.
+// Call wgmma_fence before a warpgroup's first wgmma, and after other code has written its registers. wgmma_commit ends
+// a group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups are unfinished.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
@@ -139,7 +139,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another.
 // Consumers 0 and 1 fill slots in turns, the finisher empties them in the same order. A tile fills the next four slots
-// or, with OneProduct, eight. (OneProduct<__half, float> has five: a tile's last three wait until three are emptied.)
+// or, with OneProduct, eight. (OneProduct<__half, float> has five: a tile's last three sums wait until the finisher has
+// read three.)
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
@@ -152,18 +153,19 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If |sum| is c * 2^14 or
-//     more (with hi alone c * 2), that is c * 2^-10 or more, and the coarse values do no harm.
+//     more (with hi alone c * 2), this error is c * 2^-10 or more: the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores that number times 2^14 (or 2) as the row's `doubt`. If
-//     |sum| is below the doubts of its two rows added up, the finisher computes it again in float32, from x and W. That
+//     |sum| is below the sum of both rows' doubts, the finisher computes it again in float32, from x and W. That
 //     happens to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
 //     estimate: at K = 8192 such scaled sums have a standard deviation of about 2^31.5, and a row has 0.3 coarse
-//     values. The share of doubtful sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
+//     values. The density of such a sum at 0 is 0.4 / its deviation. So the share of doubtful sums is 0.8 * 2 * 0.3 *
+//     2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
 constexpr int kLine = 64;  // numbers, 128 bytes: the widest swizzle of TMA and wgmma. Not a cache line
-// A band is 2048 rows of the output. Its tiles are computed before the next band's, one column of tiles after the
-// other. So its rows of operand a (x, G or G^T) stay in L2: with ThreeProducts and K = 1024 their pieces take 8 MB.
+// A band is 2048 rows of the output. The blocks take its tiles column by column, then the next band's. So in the
+// forward its rows of x stay in L2: with ThreeProducts and K = 1024 their pieces take 8 MB.
 constexpr int kBandRows = 2048;
 constexpr int kMultiplyThreads = 512;  // four warpgroups
 struct ThreeProducts {
@@ -183,7 +185,8 @@ struct ThreeProducts {
 template <typename T, typename S> struct OneProduct {
     using Number = T;
     // The type of the sums in a slot. Sums that a slot rounds to 16 bits start at the linear bias, as those of eager's
-    // addmm do: a large bias may cancel the product. All later steps are in float32, where eager rounds after each.
+    // addmm do: a large bias may cancel the product, but not its rounding. All later steps are in float32, where eager
+    // rounds after each.
     using SlotValue = S;
     static constexpr int kPieces = 1;
     static constexpr int kLineK = kLine;
@@ -283,10 +286,10 @@ struct Operand {
     __half* pieces;
     int64_t rows;
     int length;  // of a row
-    RowScale* scales;  // Forward: row i is scaled by its own largest value. split_rows writes scales[i].
+    RowScale* scales;  // Forward: row i's largest value gives its scale. split_rows writes scales[i].
     // Backward, where scales is null: the exponent of row i is load_min_exponent(min_exponent) - exponents[i] (see
     // "From G" below). It is lowered if the row's largest value would otherwise reach 2^15. That happens only to row i
-    // of x where row i of G has no finite value but 0. The products are then 0 or not finite, whatever the scale.
+    // of x where all finite values of G's row i are 0. The products are then 0 or not finite, whatever the scale.
     const int *min_exponent, *exponents;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int of_largest = scale_exponent(largest);
@@ -296,7 +299,7 @@ struct Operand {
 };
 constexpr int kSplitThreads = 256;
 constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
-// Splits `former` row by row and, from block blocks_former on, `latter`. `threads_per_row` neighbouring threads, one to
+// The first blocks_former blocks split `former`, the others `latter`. `threads_per_row` neighbouring threads, one to
 // eight whole warps, own a row. They read it to their registers, find its largest value, and split it from there. If it
 // has more than 8192 values, they read it twice.
 // Three blocks a multiprocessor: a thread may have 65536 / 768 registers, rounded down to 80, and uses 79.
@@ -405,8 +408,8 @@ template <class Scheme> struct MultiplyShared {
 };
 // An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier
 // of an index completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new
-// mbarrier counts as 1. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity ^ 1: in the first
-// round that returns at once.
+// mbarrier has parity 1. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity ^ 1: in the
+// first round that returns at once.
 template <int COUNT> struct Ring {
     int index = 0, parity = 0;
     __device__ __forceinline__ void advance(int by = 1) {
@@ -480,11 +483,11 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //
 // wgmma's descriptor (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout") counts in units of 16 bytes:
 //     bits 0-13: the address    16-29: the leading byte offset    32-45: the stride byte offset    62-63: the swizzle
-// K-major: the stride offset is the distance from an atom to the next, of eight rows. The leading offset is unused. As
-// the swizzle XORs bits 4-6 of an address with its bits 7-9, a descriptor may begin 32, 64 or 96 bytes inside an atom.
-// MN-major: the stride offset leads from one atom (eight k) to the next in the same strip. The leading offset leads
-// from one strip (32 rows) to the next strip of the same piece. (Bits 49-51 are 0, as all atoms begin at multiples of
-// their size.)
+// K-major: the stride offset is the distance from an atom to the next, of eight rows. The leading offset is ignored; 1.
+// As the swizzle XORs bits 4-6 of an address with its bits 7-9, a descriptor may begin 32, 64 or 96 bytes inside an
+// atom. MN-major: the stride offset leads from one atom (eight k) to the next in the same strip. The leading offset
+// leads from one strip (32 rows) to the next strip of the same piece. (Bits 49-51 are 0, as all atoms begin at
+// multiples of their size.)
 template <bool MN_MAJOR> __device__ __forceinline__ uint64_t wgmma_descriptor(const void* operand) {
     constexpr uint64_t kLeading = MN_MAJOR ? 4096 / 16 : 1;
     constexpr uint64_t kStride = MN_MAJOR ? 512 / 16 : 1024 / 16;
@@ -626,8 +629,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
     }
 }
 // One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper rows and 64 lower rows. The tensor cores alone
-// add them up, as in cuBLAS. What they truncate is small beside rounding to 11 bits or fewer, of the operands or of
-// 16-bit sums.
+// add them up, as in cuBLAS. What they truncate is small beside rounding the operands to 11 bits, or 16-bit sums to 11
+// or fewer.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& stage_ring, int lines, uint64_t a,
     uint64_t b, float (&upper)[64], float (&lower)[64]) {
@@ -660,7 +663,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
     keep_below_wait(upper);
     keep_below_wait(lower);
 }
-// Makes a thread's sums of 64 rows the linear bias of a tile's 128 columns. `column` is the first of these. n is even.
+// Sets a thread's sums of 64 rows to the linear bias of a tile's 128 columns. `column` is the first of these. n is
+// even.
 template <typename T> __device__ __forceinline__ void load_bias(const T* bias, int column, int n, float (&sums)[64]) {
 #pragma unroll
     for (int j = 0; j < 16; ++j) {  // octets of columns: see store_sums
@@ -868,8 +872,8 @@ static cudaError_t launch_split(const Operand& former, const Operand& latter, cu
     split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(former, latter, threads, blocks_former);
     return cudaGetLastError();
 }
-// The 16-bit numbers of a matrix, `pitch` of them from one row to the next: pieces, or the values. TMA reads whole
-// pitches, so split_rows and the kernels that split G store zeros beyond a row's last column.
+// A matrix of 16-bit numbers, pieces or values. Its rows begin `pitch` numbers apart. TMA reads whole pitches, so
+// split_rows and the kernels that split G store zeros beyond a row's last column.
 struct Matrix {
     const void* numbers;
     int64_t rows, pitch;
@@ -1064,8 +1068,8 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
         if (first_column + i >= padded) continue;
         store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
-    // Submits W's exponents, too: with G's row r those of W's rows from r * blockDim.x on. W has at most 16 *
-    // blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
+    // With G's row r it also submits the exponents of blockDim.x rows of W, from row r * blockDim.x on. W has at most
+    // 16 * blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
     const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
     if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
     if (threadIdx.x > 0) return;
@@ -1140,9 +1144,9 @@ template <typename T> __device__ __forceinline__ void load_columns(const T* from
 //     differentiate_plainly in C++, for derivatives of derivatives
 //     _finish_plainly       in Python, the plain path
 //     ModelNew.forward      in Python, the lines for torch.jit.script
-// Two requirements. In float32 the activation's error must be small relative to its value, because normalisation
-// divides by the group's spread, which may be as small as v. And activation_slope must be finite for every finite h,
-// because the gradient may be 0 there and 0 * infinity is NaN.
+// Two requirements. In float32 the activation's error must be small beside its value, because normalisation divides by
+// the group's spread, which may be as small as v. And activation_slope must be finite for every finite h, because the
+// gradient may be 0 there and 0 * infinity is NaN.
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, and 2^-17.97 of it at h = -87. Below
 // -87.34 sigmoid is flushed to 0.
@@ -1155,10 +1159,10 @@ __device__ __forceinline__ float sigmoid(float h) {  // 1 / (1 + 2^(-h log2(e)))
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 // For 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
 // s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, and by less where s is small,
-// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager's 16-bit s has a worst error of at
-// least 2^-17 in float16 for h above -4.1 (s above 2^-6), and 2^-19 in bfloat16 for h above -7.6 (s above 2^-11). In
-// these ranges ours is off by less. For lower h eager's s may be more exact: below -7.6 ours is off by up to 2^-19.7,
-// and v by |h| times that.
+// as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager's rounding of s to 16 bits errs by up
+// to 2^-17 or more in float16 for h above -4.1 (s above 2^-6), and 2^-19 in bfloat16 for h above -7.6 (s above 2^-11).
+// In these ranges ours is off by less. For lower h eager's s may be more exact: below -7.6 ours is off by up to
+// 2^-19.7, and v by |h| times that.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
@@ -1238,9 +1242,9 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
         : "memory");
 }
 // A thread adds up its columns over kRowsPerSum rows in registers. Then this function adds these sums to `total`, a row
-// of partials in device memory, and sets them to 0: two short sums lose less to rounding than a long one. (A block's
-// first call only stores them. For 16-bit types a thread adds up all its rows: the gradients are rounded to 8 or 11
-// bits in the end.)
+// of partials in device memory, and sets them to 0: short sums, added up, lose less to rounding than a long one. (A
+// block's first call only stores them. For 16-bit types a thread adds up all its rows: the gradients are rounded to 8
+// or 11 bits in the end.)
 constexpr int kRowsPerSum = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, bool stored_before) {
     float totals[kThreadColumns] = {};
@@ -1616,8 +1620,8 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     return results;
 }
 
-// The operator of that name, to call by way of PyTorch's dispatcher. That has an implementation for GPUs (_cuda) and
-// one for tracing (_meta), which only makes tensors of the right sizes.
+// Finds the operator of that name in PyTorch's dispatcher, which has an implementation for GPUs (_cuda) and one for
+// tracing (_meta), which only makes tensors of the right sizes.
 template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
 }
@@ -1659,8 +1663,9 @@ struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
         found.resize(9);  // none for groups, eps and tf32
         return found;
     }
-    // Differentiates the Model's lines, by ATen, with respect to views of the tensors. Views, because tensor a may come
-    // from tensor b: b's gradient must then omit what goes through a, which autograd adds later.
+    // Differentiates the Model's lines, by ATen, with respect to views of the tensors. Views, because tensor a may be
+    // computed from tensor b. Autograd itself adds what goes through a to b's gradient, so it must not be in it
+    // already.
     static Tensors differentiate_plainly(
         const at::Tensor& grad, Tensors t, int64_t groups, double eps, const std::array<bool, 6>& needs) {
         const bool create_graph = at::GradMode::is_enabled();
@@ -1805,7 +1810,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
@@ -1863,7 +1868,8 @@ def _allows_tf32() -> bool:
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
 
 
-# As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
+# Dynamo calls it as it traces, and keeps the result (as torch.compiler.assume_constant_result asks, without importing
+# torch._dynamo). If a setting changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 
@@ -1874,7 +1880,7 @@ _HOPPERS = [
     if torch.cuda.get_device_capability(i)[0] == 9
 ]
 _GROUP = 64  # features of a group, as in the kernels
-if _HOPPERS:  # where nothing is built, its 0.1 s are saved
+if _HOPPERS:  # where nothing is built, the 0.1 s of this import are saved
     from torch.utils import cpp_extension
 NAMESPACE = _load("hopper_linear_swish_group_norm", "90a") if _HOPPERS else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
@@ -1905,7 +1911,7 @@ def _fits(tensors: tuple, groups: int) -> bool:
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
-    forward: x (B, in_features); returns (B, out_features). Other shapes raise nn.Linear's or nn.GroupNorm's errors.
+    forward: x (B, in_features); returns (B, out_features). Other shapes do what they do in the Model.
     """
 
     def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple):
