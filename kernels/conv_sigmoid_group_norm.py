@@ -22,14 +22,14 @@ On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolu
 16 if x has a 16-bit type. For others cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels
 read conv2d(x, W) and do the rest.
 
-The forward keeps v in registers and writes its output once. It reads cuDNN's result once, or x once for each 32 output
-channels, and 1.2 times with the borders of tiles. If a sample has more tiles than can run at once, there are two
-launches: each reads this. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster
-than float32 FMA instructions, our kernels convolve with tensor cores, float32 as accurately as without; for other GPUs
-with FMA instructions. Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the
-parameters, mean (as two floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels
-convolve, they compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's
-gradient, and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
+The forward keeps v in registers and writes its output once. It reads cuDNN's result once, or x 1.2 times (tiles'
+borders overlap) for each 32 output channels. If a sample has more tiles than can run at once, there are two launches:
+both read it. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster than float32
+FMA instructions, our kernels convolve with tensor cores, float32 as accurately as without; for other GPUs with FMA
+instructions. Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the parameters,
+mean (as two floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels convolve, they
+compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's
+elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
 torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
@@ -60,7 +60,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in conv_sigmoid_group_norm.py"
-#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -73,9 +73,9 @@ CUDA_SOURCE = r"""
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = h * scale, and its gradient dv/dz. To change it, edit (1) `activation` and (2)
-// `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) this file's
-// counterpart in hopper/. Importing this file compares 1 to 3 at 12 z, as a CPU computes them, and 1 with 3 at NaN;
-// harness.py finds a forgotten 4 or 5. The activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use
+// `activation_gradient` here, (3) `_activate` in the Python below, (4) the Model in models/, (5) the file in hopper/,
+// as it says. Importing this file compares 1, 2 and 3 on the CPU at 12 z, and 1 and 3 at NaN; harness.py finds a
+// forgotten 4 and, on a Hopper, 5. The activation of NaN must be NaN. fminf, fmaxf and __saturatef lose a NaN: use
 // comparisons, such as `v < 0 ? 0 : v`. (The fminf below drops a NaN on purpose.)
 
 __device__ __forceinline__ float exp2_approx(float t) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ float reciprocal_approx(float v) {
     return reciprocal;
 }
 // ACTIVATION: do not remove this marker and END. Python copies the text between them to CPP_SOURCE, for CPUs, with
-// `inline` for `__device__ __forceinline__`: any other spelling breaks the CPU build. There it may call only
+// `inline` for `__device__ __forceinline__`: any other spelling breaks the CPU build. On a CPU it may call only
 // CPP_SOURCE's own exp2_approx and reciprocal_approx (or neither), and <cmath>'s functions (fmaf, fabsf, expf).
 __device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     return reciprocal_approx(1.0f + exp2_approx(-1.44269504f * z));
@@ -105,7 +105,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // END
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One kernel, three directions. Read convolve_and_normalize first: it is the kernel, and stands behind what it calls. A
+// One kernel, three directions. Read convolve_and_normalize first: it is the kernel, and comes after what it calls. A
 // tile is a part of one sample's output: 32 channels of 16 rows x 32 columns or, if there are at most 16 output
 // channels, 16 channels of 32 rows x 32 columns. A block of 256 threads does this:
 //
@@ -115,7 +115,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //           load its weights to shared memory, unless those of all stages stay there       (load_weights)
 //           wait for x and, if kHasRaw, convert it                                         (convert_x)
 //           values += the stage's products, in registers                                   (convolve_stage)
-//       convolve again, if a value is not finite or not accurate                           (recompute_in_float)
+//       with tensor cores, or for dx: convolve again what is not finite or accurate        (recompute_in_float)
 //       add the biases and, in the forward, compute v                                      (add_bias_and_activate)
 //       add up what the statistics need                                                    (sum_values, sum_gradients)
 //       publish these sums: write them to global memory                                    (publish)
@@ -125,9 +125,8 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //       compute the output from the values in registers, and write it                      (write_output, write_dh)
 //
 // The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h (in the
-// forward v) stays in registers. A block writes its output once. In one launch it reads its part of x once, for all of
-// its output channels, and with it the pixels around the tile that the convolution needs; recompute_in_float reads x
-// again.
+// forward v) stays in registers. A block writes each tile's output once. In each launch it reads the tile's x once for
+// the tile's channels, with the border that the convolution needs; recompute_in_float reads x again.
 //
 //                forward                                        backward                                  gradient of x
 //   registers    h = conv(x) + both biases, v = activation(z)   h = conv(x) + both biases                 dx = conv(dh)
@@ -145,11 +144,11 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
-// by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. Let s be the first sample
-// that any block waits for. Before its tile of s, a block has only tiles of earlier samples, and no block waits for
-// those. So until then it does not wait; by (1) it runs, and will publish its tile of s. If the grid has
-// fewer blocks, or the cooperative launch is refused, there are two launches: the first only publishes, the second
-// repeats the convolution and makes the output.
+// by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. If blocks hang, let s be
+// the lowest sample that one waits for. Before its tile of s, a block has only tiles of lower samples, and no block
+// hangs at those. So it does not hang before; by (1) it runs, and publishes its tile of s. If the grid has fewer
+// blocks, or the cooperative launch is refused, there are two launches: the first only publishes, the second repeats
+// the convolution and makes the output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. Three exceptions run one: (1) the
 // gradient of x without tensor cores, which keeps two sets of sums in registers, see `convolve_stage`; (2) float32 on
@@ -196,12 +195,12 @@ constexpr int kThreadRows = 4;                                  // pixel rows pe
 constexpr int kWarpRows = kTensorCores ? 4 : 16;                // pixel rows per warp
 constexpr int kThreadPixels = kThreadValues / kThreadChannels;  // pixels per thread and channel
 constexpr int kPairs = kThreadPixels / kThreadRows / 2;         // pairs of columns per row of a thread
-constexpr int kChunkPixels = 8;                                 // the backward has no registers for chunks of 16
+constexpr int kChunkPixels = 8;                                 // loaded or stored at once: no registers for 16
 constexpr int kMaxTileOuts = 32;                                // output channels of a tile, at most
 constexpr int kMaxStageChannels = 8;                            // input channels; two taps of 8 are mma's k, 16
 constexpr int kMaxTaps = 9;                                     // of a 3x3 kernel; a tap is one of its positions
 constexpr int kMaxStages = 16;                                  // stages whose weights can stay in shared memory
-constexpr int kStaggeredTiles = 16;                             // of a block: with fewer, no block begins later
+constexpr int kStaggeredTiles = 16;                             // the fewest tiles a block for some to begin later
 constexpr int kTileColumns = 32;                                // pixel columns of a tile
 constexpr int kPairStride = kTileColumns / kPairs;              // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
@@ -219,7 +218,7 @@ enum Direction { kForward, kBackward, kInputGradient };
 enum Mode { kFused, kSumsOnly, kOutputOnly };
 
 // Of a sample's group. mean + mean_lo has about 48 bits: with the float mean alone, all outputs of a group whose values
-// are nearly equal would be off by the same.
+// are nearly equal would have one and the same error.
 struct Statistics { float mean, mean_lo, rstd; };
 
 struct Arguments {  // T, here and below, is the type of x and the parameters
@@ -241,7 +240,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int tile_outs_log2;  // tile_outs = 2^tile_outs_log2: shifts, where a division would take longer
     int lines;  // of each channel of x in shared memory
     int sample_tiles, all_tiles;  // tiles of a sample, of all samples
-    int max_parts;  // channel tiles that share a group, at most. A part is what one of them has of it
+    int max_parts;  // channel tiles that share a group, at most. A part is one such tile's share
     int x_floats;  // of shared memory for a stage's x, or for the row buffer in which write_rows arranges the output
     int weight_floats;  // of shared memory for a stage's weights
     int stages;
@@ -396,7 +395,7 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 // x's pieces hi and lo, and hi' and lo' the weight w's, x w is about hi hi' + hi lo' + lo hi': three products.
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
-// tile by a power of two, so that the largest |x| is at least 2^13 (if it was 2^-113) and less than 2^14. load_weights
+// tile by a power of two, so that the largest |x| is at least 2^13 (from 2^-113 on) and less than 2^14. load_weights
 // does the same with each stage's weights. Each returns the inverse of its power, `unscale`. What convolve_stage is
 // given as `unscale` is the product of both: x w = `unscale` (scaled x) (scaled w).
 //
@@ -705,8 +704,8 @@ __device__ __forceinline__ void convolve_mma(
     // the same pixels; or, in 16 bits, x of the next eight pixels.
     x += lane % 8 * 16 + lane / 16 * (kSplit ? p.lines * kPitch * 16 : 128);
     tap_offsets += lane / 8 % 2;
-    // The warp has 16 times eight pixels. The loop over the steps multiplies kAtOnce of the 16, and is repeated until
-    // all are done. With two pieces kAtOnce is four: with 16 nvcc makes each mma wait for the one before it.
+    // The warp has 16 groups of eight pixels. The outer loop takes kAtOnce groups at a time, the inner one all steps of
+    // these. With two pieces kAtOnce is four: with 16 nvcc makes each mma wait for the one before it.
     constexpr int kAtOnce = kSplit ? 4 : 16;
 #pragma unroll
     for (int j = 0; j < kThreadPixels / 2; j += kAtOnce) {
@@ -749,7 +748,7 @@ __device__ __forceinline__ void convolve_mma(
     }
 }
 // By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. That has three causes beside the values' own:
+// - one of them is not finite. Then the exact value may yet be finite:
 //       in float32 with tensor cores prescale_for is NaN for an infinite x or weight, and multiplies the whole stage;
 //       in 16 bits an infinite x is multiplied by 0, the weight of a tap that does not exist (9 taps are 5 steps);
 //       in the gradient of x, of any type, an infinite weight is multiplied by a zero around dh.
@@ -759,7 +758,7 @@ __device__ __forceinline__ void convolve_mma(
 //   most 0.04 kUnscaleLimit < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32
 //   itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
 //   It is exceeded only if max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. Inputs of order 1 stay far below; 12-bit
-//   pixels as they are do not, and are slow.
+//   pixels as they are do not if |scale| > 1, and are slow.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnscaleLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
@@ -965,8 +964,8 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 }
 
 // By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues
-// from their means. The forward also writes the group's Statistics. Every tile reads all sums of its sample: that grows
-// with the square of a sample's tiles, and is why `fits` limits them.
+// from their means. The forward also writes the group's Statistics. Every tile reads all sums of its groups. These
+// reads grow with the square of a sample's pixel tiles, which is why `fits`, in Python, limits them.
 template <Direction DIRECTION>
 __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_outs, p.out_channels);
@@ -995,7 +994,7 @@ __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& t
             statistics.mean = float(mean_of_first);
             statistics.mean_lo = float(mean_of_first - statistics.mean);
             statistics.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
-            // The group's other channel tiles write the same.
+            // Its other channel tiles write the same values.
             if (lane == 0 && tile.pixel_tile == 0) stored = statistics;
         }
         for (int out_channel = max(first_channel, tile.first_channel) + lane; out_channel <= min(last_channel, end - 1);
@@ -1026,7 +1025,7 @@ __device__ __forceinline__ void store_warp_sums(
     const int warp = read_thread() / 32, lane = read_thread() % 32;
     const CompensatedSum sum = reduce_scatter<COMPENSATED>(sums);
     if (!kTensorCores && lane % 4 != 0) return;
-    // Which of the 2 kThreadChannels sums this lane has. The lanes with a sum of the first half also write its anchor.
+    // Which of the 2 kThreadChannels sums this lane has. A lane with a first sum also writes its channel's anchor.
     const int which = kTensorCores ? lane % 4 : lane / 4;
     const int c = (kTensorCores ? lane / kChannelLanes : 0) + which % kThreadChannels * kChannelStride;
     shared.warp_sums[which / kThreadChannels][warp][c] = sum.total();
@@ -1080,7 +1079,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
     constexpr int kRowLanes = kTileColumns / 2, kAtOnce = 32 / kRowLanes;  // lanes per channel; channels at once
     const int lane = read_thread() % 32, warp_first_channel = map.channel / 16 * 16, lane_channel = lane / kRowLanes;
     const int row = tile.row + ThreadOrigin(p).row, column = tile.column + lane % kRowLanes * 2;
-    // From the warp's first row, and the lane's first channel, to the output's last.
+    // Rows from the warp's first one on, and channels from the lane's first one on, that lie inside the output.
     const int rows_left = column < p.out_width ? p.out_height - row : 0;
     const int channels_left = p.out_channels - tile.first_channel - warp_first_channel - lane_channel;
     const int64_t channel_start =
@@ -1119,7 +1118,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         }
     }
 }
-// Writes the tile's output. With tensor cores the row buffer takes stage_x's memory, which the convolution has used.
+// Writes the tile's output. With tensor cores the row buffer takes stage_x's memory: the convolution is done with it.
 template <typename T>
 __device__ __forceinline__ void write_output(
     const Arguments& p, const Tile& tile, ThreadTile& values, const Shared& shared, float* row_buffer) {
@@ -1268,9 +1267,10 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
     }
     __syncthreads();
     copy_x<T>(p, shared.tiles[0], 0, raw);
-    // Two blocks of a multiprocessor that begin at once convolve at once, then wait and store at once. So half of the
-    // blocks begin later, by half of a tile's time on an H200: the kernel takes 0.98 times as long, in 16 bits 1.00. It
-    // would take longer if a block had few tiles. In the backward this gains nothing.
+    // Two blocks of a multiprocessor that begin together also wait and store together. So the grid's second half, whose
+    // blocks share multiprocessors with those of the first, begins later, by half of a tile's time on an H200: the
+    // kernel takes 0.98 times as long, in 16 bits 1.00. It would take longer if a block had few tiles. In the backward
+    // this gains nothing.
     if (DIRECTION == kForward && p.all_tiles / kStaggeredTiles >= gridDim.x && blockIdx.x >= gridDim.x / 2)
         __nanosleep(9000);
 #pragma unroll 1
@@ -1925,7 +1925,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
 """
 
 
-# The text between the markers begins with the rest of the first marker's line, which the `//` makes a comment again.
+# The text between the markers begins in the middle of a comment line: the `//` here makes that a comment again.
 _before, _, _activation = CUDA_SOURCE.partition("// ACTIVATION")
 _activation = _activation.partition("// END")[0].replace("__device__ __forceinline__", "inline")
 CPP_SOURCE += f'#line {_before.count(chr(10)) - 1} "CUDA_SOURCE in conv_sigmoid_group_norm.py"\n'  # of compile errors
@@ -1990,7 +1990,7 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
-        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        # PyTorch builds a name once in a process: make it forget an attempt that failed.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
@@ -2020,7 +2020,7 @@ if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
+_METHODS = {  # PyTorch's own methods that calling these layers runs. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
@@ -2041,7 +2041,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
@@ -2141,8 +2141,8 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if torch.compiler.is_compiling():  # a program for any size is not to become one for some
         return True
-    # Each tile reads all sums of its sample's groups: from so many on that takes longer than PyTorch does (estimated).
-    # In the backward each tile has 32 bytes of partial sums a channel: for images of few pixels more than x and out.
+    # Each tile reads all sums of its own groups: from so many on we take longer than PyTorch (estimated). The backward
+    # writes 32 bytes a tile and channel: for images of few pixels that is more than x and out.
     few_pixels = rows * columns < 16 and samples * channels >= 2**24
     return pixel_tiles * min(groups, 32) <= 2**16 and not (few_pixels and _wants_gradients(tensors))
 
@@ -2154,7 +2154,7 @@ def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _wants_gradients(tensors: tuple) -> bool:
-    """Whether gradients may be asked for, also if something else stands in a tensor's place."""
+    """Whether gradients may be asked for, even if one of `tensors` is no tensor."""
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 

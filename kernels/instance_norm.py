@@ -23,9 +23,9 @@ InstanceNorm.apply or, without gradients, the operator `forward`. On a GPU that 
 "Sums" and "Slices in registers", then "Small slices" or "Larger slices".
 
 At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
-1 MiB into 19 tiles of up to 54 KiB, so 132 blocks copy about 7 slices in a round. It moves 15.03 GB, as fast as a
+1 MiB into 19 tiles of up to 54 KiB, so 132 blocks hold about 7 slices at a time. It moves 15.03 GB, as fast as a
 copy of x does; the backward alone moves 22.5 GB. On an H200 `python harness.py instance_norm --backward --dtype
-float32,bfloat16` found ("2.34x eager" is 2.34 times as fast as eager; the last line is with
+float32,bfloat16` found ("2.31x eager" is 2.31 times as fast as eager; the last line is with
 TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
 
     float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.025 ms: 2.04x, 1.60x
@@ -49,7 +49,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in instance_norm.py"
-#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -63,7 +63,8 @@ CUDA_SOURCE = r"""
 // of its size. A span is the packs of 16 bytes that a slice touches, numbered from 0. If V does not divide n, the
 // number of a slice's values, spans are RAGGED: a slice may begin and end inside a pack, whose other values are its
 // neighbours'. A thread loads such a pack whole (but nothing past the tensor's end), adds up only the slice's own
-// values, and stores these one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot a neighbour's:
+// values, and stores only their outputs, one by one. Here V is 4 and n is 10. A # marks a value of slice 1, a dot a
+// neighbour's:
 //
 //      pack             0              1              2
 //               [ .  .  #  # ] [ #  #  #  # ] [ #  #  #  # ] [ .  .  .  . ]
@@ -100,7 +101,7 @@ template <typename T> struct Params {
     int64_t slices, n;
     double inverse_n;  // 1 / n
     float eps;
-    void* (*allocate)(void* owner, int64_t bytes);  // gives `owner` that many bytes, and returns its memory
+    void* (*allocate)(void* owner, int64_t bytes);  // makes `owner` hold that many bytes, and returns their address
     void* owner;  // an at::Tensor of CPP_SOURCE, which owns the workspace
     double* workspace;  // global memory, where each block stores its sums for the other blocks to read
     cudaStream_t stream;
@@ -193,7 +194,7 @@ template <typename T, bool RAGGED> struct Span {
 // slices.
 
 // Adds the values of `inputs`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
-// It first adds up the values of a pack, and then adds that to `sum`. So fewer roundings follow each other.
+// It first adds up the values of a pack, and then adds that to `sum`. So each value is rounded fewer times.
 template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__ void add_to_sums(
     float* sum, const Inputs<T, V, INPUTS>& inputs, unsigned mask, const float (&shift)[INPUTS]) {
     float of_pack[2 * INPUTS] = {};
@@ -336,7 +337,7 @@ __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>
 }
 
 // The asm statement has no instructions, but tells the compiler that it changes the packs. Otherwise the compiler would
-// compute what the sums and the output share (x as a float, d) once, and keep it in registers until the output. With at
+// convert x to float, which the sums and the output share, once, and keep it in registers until the output. With at
 // most 16 values a thread that is good. With more it has too few registers, and would spill them.
 template <typename T, int V, int INPUTS, int PACKS> __device__ __forceinline__ void make_opaque(
     Inputs<T, V, INPUTS> (&held)[PACKS]) {
@@ -507,10 +508,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 // round. Then the reducer adds up the warps' sums of the tile that was summed, and publishes the totals: it stores them
 // in the slice's section of the workspace.
 //
-// No flags or fences are needed. Without clusters no block can read another's shared memory, so sums go through global
-// memory. Before the cooperative launch the host sets all doubles of the workspace to kEmpty. A block stores a sum by
-// one volatile store of 64 bits, which goes to L2; there other blocks' reducers load it. So a double that is not kEmpty
-// is a whole sum.
+// No flags or fences are needed. Blocks outside a cluster share no memory but global memory, so sums go there. Before
+// the cooperative launch the host sets all doubles of the workspace to kEmpty. A block stores a sum by one volatile
+// store of 64 bits, which goes to L2; there other blocks' reducers load it. So a double that is not kEmpty is a whole
+// sum.
 //
 // When a block has published a tile's sums, it has a round of other work (two with 4 stages) before it needs the
 // Normalizer. So it loses no time if other blocks are a little late. Copies and stores are spread evenly over the
@@ -518,16 +519,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 //
 // No block waits forever. All blocks are resident, that is on the SMs at the same time: the launch is cooperative. A
 // slice has no more tiles than there are blocks, so a block has at most one tile of it. A block takes its tiles in
-// ascending order, and before it publishes a tile's sums it waits only for those of tiles that it took earlier. Proof:
-// take the first slice with an unpublished sum, and the block that has to publish it. Until then that block waits only
-// for sums of earlier slices. Those are all published, so it goes on and publishes its own.
+// ascending order, and before it publishes a tile's sums it waits only for the sums of slices that it met earlier.
+// Proof: take the first slice with an unpublished sum, and the block that has to publish it. Until then that block
+// waits only for sums of earlier slices. Those are all published, so it goes on and publishes its own.
 //
 // Blocks cannot wait if a slice has more tiles than there are resident blocks, or if the cooperative launch is refused
 // (see launch_in_many_blocks). Then the kernel is launched twice, not cooperatively. The first launch publishes all
 // sums and writes no output. The second finds all sums there, so no block waits, even if it has several tiles of a
 // slice. It publishes the sums again, with the same bits.
 
-// A worker thread has room for 24 packs, 384 bytes: so many of each input in each stage. 1 and 2 inputs times 3 and 4
+// A worker thread has room for 24 packs, 384 bytes, shared by its stages and inputs. 1 and 2 inputs times 3 and 4
 // stages are 3, 4, 6 or 8, which divide 24.
 template <int INPUTS, int STAGES> constexpr int kThreadPacks = 24 / INPUTS / STAGES;
 // The most threads of a block of norm_in_many_blocks: the reducer and 18 worker warps. A worker warp has 32 * 384 bytes
@@ -542,14 +543,14 @@ struct Tiling {
     int section_doubles;  // of a slice's section of the workspace; each section begins on a 128-byte line
 };
 
-// A warp adds up in float, around a shift of its own: the median of three values of a whole pack, so that it is no
-// single outlier, or else one value. At least two of the warp's values, of which there are up to 2048, are as far from
-// their mean as that median. So the sum of d * d is at most 1 + 2048 / 2 times that around the mean: of a float's 24
-// bits at most 11 are lost, and far fewer if not nearly all values are equal.
+// A warp adds up in float, around a shift of its own: the median of three values of a whole pack, which no single
+// outlier can be. Without a whole pack it is one value. At least two of the warp's values, of which there are up to
+// 2048, are as far from their mean as that median. So the sum of d * d is at most 1 + 2048 / 2 times that around the
+// mean: of a float's 24 bits at most 11 are lost, and far fewer if not nearly all values are equal.
 //
 // Warps' shifts differ, so each warp then converts its sums, in double, to sums around the slice's first value. These
 // are added over all warps and tiles, always in the same order. The sum of d * d around one of n values is at most n +
-// 1 times that around the mean. So subtracting mean(d)^2 loses some log2(n) of a double's 53 bits at most.
+// 1 times that around the mean. So subtracting mean(d)^2 loses at most about log2(n) of a double's 53 bits.
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
@@ -811,7 +812,7 @@ template <typename T, int INPUTS, bool RAGGED> static cudaError_t launch(const P
     const int64_t packs = max_packs<V, RAGGED>(params.n);
     if (packs > kMaxGroupThreads * kHeldPacks) {
         // In float32 four stages are faster than three (H200, slices of 1 MiB: 0.98 of the time, backward 0.93). In 16
-        // bits three are faster than four (0.95, backward 0.88), since the workers have more to do for each byte.
+        // bits three are faster than four (0.95, backward 0.88).
         return launch_in_many_blocks<T, INPUTS, RAGGED, sizeof(T) == 4 ? 4 : 3>(params, packs);
     }
     // launch_in_registers<T, INPUTS, PACKS, RAGGED>: a thread has up to PACKS packs. On the right: an image of bfloat16
@@ -922,8 +923,8 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const int64_t n = x.size(-1) * x.size(-2);
     const float* const from = input.const_data_ptr<float>();
     float* const to = y.mutable_data_ptr<float>();
-    // For outputs of 8 to 32 MiB streaming takes 0.7 to 0.95 of the time of ordinary stores. For larger ones malloc
-    // gets new pages. The operating system has just zeroed these, in the cache, and streaming takes 1.25 of the time.
+    // For outputs of 8 to 32 MiB `bypass` takes 0.7 to 0.95 of the time of ordinary stores. For larger ones malloc gets
+    // new pages. The operating system has just zeroed these, in the cache, and `bypass` takes 1.25 of the time.
     const bool aligned = n % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0;
     const bool bypass = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
     at::parallel_for(0, x.numel() / n, 32768 / n + 1,
@@ -1054,7 +1055,7 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
-        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        # PyTorch builds a name once in a process: make it forget an attempt that failed.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
@@ -1093,7 +1094,7 @@ class InstanceNorm(torch.autograd.Function):
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
+_METHODS = {  # PyTorch's own methods that calling these layers runs. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
@@ -1114,7 +1115,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 

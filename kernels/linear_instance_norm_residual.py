@@ -47,7 +47,7 @@ from torch.utils import cpp_extension
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
 // Read "The rows" first. They follow "The gradients dX = G W and dW = G^T x", far below.
-#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -108,11 +108,12 @@ CUDA_SOURCE = r"""
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, that is c * 2^-10 or more, and
+//   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
 //     the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `doubt`. If |sum| is
 //     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
-//     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
+//     That happens to some 3 of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K (an
+//     estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
 //     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
@@ -128,7 +129,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits loses more, so smaller doubts would do: see Range in hopper/linear_*.py.)
+// 11 bits errs by more, so smaller doubts would do: see Range in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -146,7 +147,7 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0                 chunk 3 of row 5: place 3 ^ 5 = 6, byte 5 * 128 + 6 * 16 = 736
 //
-// MN-major: numbers beside each other in memory belong to the same k. The gradients are C = A B, where B is (K, columns
+// MN-major: neighbours in memory have the same k, not the same row. The gradients are C = A B, where B is (K, columns
 // of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
 // each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
 // transposes B on its way to registers.
@@ -328,11 +329,11 @@ template <bool MN_MAJOR> struct Copies {
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
-// B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows, and a warp's
-// 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane starts at chunk
-// c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as
-// (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
+// row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
+// and a warp's 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane
+// starts at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16
+// q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -541,7 +542,7 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
-// every sum, so a sum mixes scales, and no factor can undo them afterwards. Instead G is multiplied by those rows'
+// every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
 // `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
 // with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
 //
@@ -1088,7 +1089,7 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
-        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        # PyTorch builds a name once in a process: make it forget an attempt that failed.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
@@ -1105,7 +1106,7 @@ def _load(name: str, arch: str = "") -> str:
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
+_METHODS = {  # PyTorch's own methods that calling these layers runs. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
@@ -1126,7 +1127,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
@@ -1163,7 +1164,8 @@ def _allows_tf32() -> bool:
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
 
 
-# As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
+# As torch.compiler.assume_constant_result does, without importing torch._dynamo. If one of PyTorch's settings changes,
+# it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 

@@ -25,7 +25,7 @@ If groups have 64 features, the second way's kernel does all that follows the pr
 way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `finish_groups` turns h into the output.
 
 In the backward `group_gradients` finds G, the gradient of h, and `add_partials` adds up the gradients of both biases,
-gamma and beta. Then dX = G W and dW = G^T x: large ones as three fp16 products if the forward's was, else by cuBLAS.
+gamma and beta. Then dX = G W and dW = G^T x: large ones by three fp16 products if the forward's was, others by cuBLAS.
 
 On a CPU, threads finish the groups of PyTorch's product; float32 groups of 16 only if h is small or large (`_fits`).
 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" in CUDA_SOURCE first.
@@ -34,7 +34,7 @@ At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; x, W 
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
 eager, with backward 7.59 ms, 3.05x; TF32 allowed (`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57
 ms, 4.9x. Without TF32, GPUs not in `_BY_PIECES`, such as compute capability 8.6, get cuBLAS's float32 product. An H200
-made to do so was 1.43 times as fast as eager.
+that was made to do so was 1.43 times as fast as eager.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ from torch.utils import cpp_extension
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
 // Read "The groups of linear_swish_group_norm" first. They follow "The gradients dX = G W and dW = G^T x", far below.
-#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -115,11 +115,12 @@ CUDA_SOURCE = r"""
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, that is c * 2^-10 or more, and
+//   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
 //     the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `doubt`. If |sum| is
 //     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
-//     That happens to some 3 of 10^6 sums of normal operands at K = 8192, and less often at smaller K (an estimate).
+//     That happens to some 3 of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K (an
+//     estimate).
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
 //     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
 //     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
@@ -135,7 +136,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits loses more, so smaller doubts would do: see Range in hopper/linear_*.py.)
+// 11 bits errs by more, so smaller doubts would do: see Range in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -153,7 +154,7 @@ CUDA_SOURCE = r"""
 //     ...
 //     chunk in row 7    7 6 5 4 3 2 1 0                 chunk 3 of row 5: place 3 ^ 5 = 6, byte 5 * 128 + 6 * 16 = 736
 //
-// MN-major: numbers beside each other in memory belong to the same k. The gradients are C = A B, where B is (K, columns
+// MN-major: neighbours in memory have the same k, not the same row. The gradients are C = A B, where B is (K, columns
 // of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
 // each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
 // transposes B on its way to registers.
@@ -335,11 +336,11 @@ template <bool MN_MAJOR> struct Copies {
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
-// Quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a row of A or of
-// B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows, and a warp's
-// 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane starts at chunk
-// c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16 q, as
-// (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
+// row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
+// and a warp's 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane
+// starts at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16
+// q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -548,7 +549,7 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
-// every sum, so a sum mixes scales, and no factor can undo them afterwards. Instead G is multiplied by those rows'
+// every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
 // `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
 // with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
 //
@@ -636,8 +637,9 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 // The activation and its derivative. To use another, change both, finish_group_cpu in C++, in Python _finish_plainly
 // and the lines for torch.jit.script in ModelNew.forward, and hopper/'s counterparts. The activation's error must be
 // small relative to its value, since a group of small values is divided by its small spread. For large finite |h| the
-// slope must equal its limit (0 or 1). Two traps: where s is near 0, a large h magnifies its absolute error; and an
-// exp that overflows makes 0 * infinity, NaN. (So Mish must clamp exp's argument, in finish_group_cpu's lambda, too.)
+// slope must equal its limit (0 or 1). Two traps: where the sigmoid is near 0, a large h magnifies its absolute error;
+// and an exp that overflows makes 0 * infinity, NaN. (So Mish must clamp h, in exp, in the slope's factor, and on the
+// CPU.)
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -860,7 +862,8 @@ extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces
     return cudaGetLastError();
 }
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
-// cuBLAS's product of launch_split_hi's pieces, and h may overwrite it. If it is null, this computes the product.
+// cuBLAS's product of launch_split_hi's pieces, and h may overwrite it. If it is null, this function computes the
+// product.
 extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
     float* unscale_doubt, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
@@ -1003,7 +1006,7 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_meta(const at::Tensor& grad, 
     return {finish_meta(h, bias, gamma, gamma, groups, eps), at::empty_symint({4, bias.sym_size(0)}, bias.options())};
 }
 
-// Each group is finished by one thread. out holds v = activation(h) + bias until the last loop. Sums are in double.
+// One thread finishes each group. out holds v = activation(h) + bias until the last loop. Sums are in double.
 void finish_group_cpu(
     const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width, double eps) {
     using Vec = at::vec::Vectorized<float>;
@@ -1208,7 +1211,7 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
-        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        # PyTorch builds a name once in a process: make it forget an attempt that failed.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
@@ -1225,7 +1228,7 @@ def _load(name: str, arch: str = "") -> str:
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
+_METHODS = {  # PyTorch's own methods that calling these layers runs. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
@@ -1246,7 +1249,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
@@ -1287,7 +1290,8 @@ def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a floa
     return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
-# As torch.compiler.assume_constant_result does, without importing torch._dynamo. A changed setting compiles anew.
+# As torch.compiler.assume_constant_result does, without importing torch._dynamo. If one of PyTorch's settings changes,
+# it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _adds_in_fp16._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True

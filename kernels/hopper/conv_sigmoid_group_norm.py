@@ -45,7 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in conv_sigmoid_group_norm.py"
-#undef __CUDA_NO_HALF_CONVERSIONS__  // which PyTorch defines; without it float(v) and T(v) convert all three types
+#undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
@@ -2144,7 +2144,7 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
-        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        # PyTorch builds a name once in a process: make it forget an attempt that failed.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
@@ -2170,7 +2170,7 @@ _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
+_METHODS = {  # PyTorch's own methods that calling these layers runs. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
@@ -2191,7 +2191,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export makes a program to be trained or for ONNX: such a program has PyTorch's operators alone."""
+    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 

@@ -1692,7 +1692,7 @@ def _load(name: str, arch: str = "") -> str:
             torch.ops.load_library(library)
             return name
         library.unlink(missing_ok=True)  # an interrupted build or a full disk left it incomplete
-        # PyTorch builds a name once in a process: it is to forget an attempt that failed.
+        # PyTorch builds a name once in a process: make it forget an attempt that failed.
         cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
         cpp_extension.load_inline(
             name,
@@ -1709,7 +1709,7 @@ def _load(name: str, arch: str = "") -> str:
 
 
 _RUN = "forward _conv_forward _check_input_dim _get_no_batch_dim _handle_no_batch_input _apply_instance_norm".split()
-_METHODS = {  # what calling these layers runs, as PyTorch has it. The same text in all kernel files
+_METHODS = {  # PyTorch's own methods that calling these layers runs. The same text in all kernel files
     kind: [(name, getattr(kind, name)) for name in _RUN if hasattr(kind, name)]
     for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)
 }
@@ -1789,7 +1789,7 @@ def _allows_tf32() -> bool:
 
 
 # Dynamo calls it as it traces, and keeps the result (as torch.compiler.assume_constant_result asks, without importing
-# torch._dynamo). If a setting changes, it compiles anew.
+# torch._dynamo). If one of PyTorch's settings changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 
