@@ -17,7 +17,7 @@ lint: $(VENV)/installed-for-tests
 	$(VENV)/bin/python tests/tools/format_strings.py
 
 # The committed measurements, anew; MACHINE is a folder of results/. Of one file alone: MEASURED=instance_norm. Of
-# what an A100 runs: MEASURED=instance_norm TORCH_CUDA_ARCH_LIST=8.0+PTX MACHINE=h100_as_8.0
+# what an A100 runs: MEASURED=instance_norm TORCH_CUDA_ARCH_LIST=8.0+PTX MACHINE=h200_as_8.0
 MACHINE ?= h200
 MEASURED ?= $(patsubst kernels/%.py,%,$(wildcard kernels/*.py kernels/hopper/*.py))
 RECORD = $(VENV)/bin/python harness.py $$name --device cuda

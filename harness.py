@@ -177,7 +177,8 @@ class Judge:
         with check.of_the_model(run.precision):
             problem = Problem(pair.model_path, run.constants, texts.get(pair.model_path))
         chosen = problem.batch and (batch or problem.batch)  # None where a file does not let it be chosen
-        if chosen and run.device == "cpu" and not (batch or run.constants):
+        is_for_cpus = problem.on_cpu and run.constants == problem.on_cpu
+        if chosen and run.device == "cpu" and not (batch or is_for_cpus):
             with check.of_the_model():
                 try:
                     nbytes = bytes_of(problem.inputs(chosen, "meta", torch.float32, 0))
@@ -323,6 +324,9 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     for what, (names, choices) in asked.items():
         if unknown := [name for name in names if name not in choices]:  # of two paths the one without a file is named
             name = min(unknown, key=os.path.isfile)
+            if what == "pair" and name.endswith(".py"):
+                lacks = "needs a second file: MODEL.py NEW.py" if os.path.isfile(name) else "is no file"
+                parser.error(f"{name} {lacks}")
             files = [path for path in (f"models/{Path(name).name}.py", f"kernels/{name}.py") if (ROOT / path).exists()]
             alone = f" (of its two files only {files[0]} is there)" * (what == "pair") if len(files) == 1 else ""
             parser.error(f"unknown {what} '{name}'{alone}: there are: {', '.join(choices)}")

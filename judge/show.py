@@ -18,8 +18,8 @@ SHORT = dict(zip(DIRECTIONS, ("forward", "recorded", "fwd + bwd")))
 ORDER = ("new", "eager", "compile")
 MARKS = {FASTER: "+", SLOWER: "-", AMBIGUOUS: "~"}
 RULE = (
-    "FASTER: the whole 95% interval of the speed-up is above 1.0; SLOWER: it is below 1.0; AMBIGUOUS: the interval "
-    "holds 1.0, or the rounds were disturbed and it lies within 0.1, or within its own width, of 1.0."
+    "Brackets hold a 95% interval of the speed-up. AMBIGUOUS: it holds 1.0 or, in disturbed rounds, comes within 0.1, "
+    "or within its own width, of 1.0; else FASTER (above 1.0) or SLOWER (below)."
 )
 
 
@@ -84,7 +84,7 @@ def block(run: Result) -> list[str]:
     ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
     apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
     if apart:
-        said = f"the ratio of the medians is {', '.join(apart)}; above stands the median of the rounds' ratios"
+        said = f"above stand the medians of the rounds' ratios; the ratio of the medians is {', '.join(apart)}"
         lines.append(wrapped("note", said))
     return lines + [wrapped("note", note) for note in run.notes]
 

@@ -705,7 +705,7 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
 
 
 def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
-    sweep = "sweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24)]\n"
+    sweep = "sweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24), dict(batch_size=1 << 20)]\n"
     constants = f"batch_size = 32\nfeatures = 96\non_cpu = dict(features=8)\n{sweep}"
     model = MODEL.replace("96", "features").replace("batch_size = 32\n", constants)
     suite.add("good", PLAIN, model)
@@ -714,7 +714,8 @@ def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "input 4 x 16" in out and "input 8 x 24" in out
     runs = json.loads(records.read_text())["runs"]
-    assert [(run["batch"], run["shapes"]) for run in runs] == [(4, [[4, 16]]), (8, [[8, 24]])]
+    large = (1 << 16, [[1 << 16, 96]])  # 24 MiB, where on_cpu does not choose the size
+    assert [(run["batch"], run["shapes"]) for run in runs] == [(4, [[4, 16]]), (8, [[8, 24]]), large]
     assert runs[0]["constants"] == {"batch_size": 4, "features": 16} and runs[0]["roof"]["flops"] == 2 * 4 * 16 * 64
 
 
@@ -773,7 +774,8 @@ def test_a_module_beside_a_candidate_and_a_class_called_model(judge, tmp_path):
         (["instance_norm", "--dtype", "float23"], "unknown dtype 'float23': there are: float32"),
         (["instance_norm", "--precision", "hihg"], "unknown precision 'hihg': there are: highest"),
         (["instance_norm", "--baselines", "eager,compil"], "unknown baseline 'compil': there are: eager"),
-        (["model.py", "none.py"], "unknown pair 'model.py'"),
+        (["model.py", "none.py"], "model.py is no file"),
+        ([__file__], f"{__file__} needs a second file: MODEL.py NEW.py"),
         (["half"], "unknown pair 'half' (of its two files only models/half.py is there): there are: instance_norm"),
         (["instance_norm", "--batch", "0"], "0 is not at least 1"),
         (["--seed", "-1"], "is not at least 0"),
