@@ -191,7 +191,7 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     if module.training != trains and How.THEN_EVAL not in request.how:
         did.append(OWN_MODE)
     if any(given & memory_of(result) for _, result, *_ in calls):
-        did.append("gives an input's memory as an output's")
+        did.append("returns an input's own memory as an output")
     starts = [[x.data_ptr() for x in dense_of(result)] for _, result, *_ in calls]  # slices of one tensor have others
     if any(len({*each}) < len(each) for each in starts):
         did.append(SHARED)

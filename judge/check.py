@@ -661,7 +661,7 @@ def other_values(answer: Answer, forms: list, names: list[str]) -> list[str]:
         outputs = [recorded for name, (_, _, recorded) in zip(names, forms) if name.startswith("output")]
         why = "no such parameter of ModelNew requires a gradient"
         if missing[0].startswith("gradient of all gradients"):
-            why = "its gradients have no gradients"
+            why = "its backward cannot be differentiated"
         if not any(recorded.startswith("True") for recorded in outputs):
             why = f"its output{'s' * (len(outputs) > 1)} require{'s' * (len(outputs) == 1)} no gradient"
         said.append(f"gives no {some(missing)}, the Model does: {why}")
@@ -721,8 +721,8 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             if is_far and not [*found.over_limit(case.eps, gates.ODD_RATIO)]:
                 continue
             uncertain += not request.both_gates
-        allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
-        place, mine, theirs = found.worst_of(new, eager)
+        place, mine, theirs = gates.values_at(found.worst, new, eager)
+        allowed = f", there within {tolerance * (scale + abs(theirs)):.1e}" if tolerance and abs(theirs) < inf else ""
         said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
         wrong.append(f"{name}{place or ''} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
         usual = float(case.errors[name].most[2]) if name in case.errors else 0.0

@@ -53,17 +53,13 @@ class Errors:
     count: int = 0  # of elements
     far: int = 0  # beyond gate 1
     worst: int = 0  # the index of the one that is farthest from the Model's
+    example: str = ""  # the one that is farthest from the exact result: where, and what both are
 
     def __add__(self, other: Errors) -> Errors:
         most, squares = torch.maximum(self.most, other.most), self.squares + other.squares
         worst = other.worst if other.most[3] > self.most[3] else self.worst
-        return Errors(most, squares, self.count + other.count, self.far + other.far, worst)
-
-    def worst_of(self, new: torch.Tensor, eager: torch.Tensor) -> tuple[list[int], complex, complex]:
-        """Where it is, and what stands there in both."""
-        at = self.worst // 2 if new.is_complex() else self.worst
-        place = [int(i) for i in torch.unravel_index(torch.tensor(at), new.shape)]
-        return place, *(as_numbers(x).reshape(-1)[at].item() for x in (new, eager))
+        example = other.example if other.most[0] > self.most[0] else self.example
+        return Errors(most, squares, self.count + other.count, self.far + other.far, worst, example)
 
     def figures(self) -> dict[str, list[float]]:
         """Of the candidate, of eager and of the exact result itself."""
@@ -74,7 +70,9 @@ class Errors:
         for kind, (new, eager, scale) in self.figures().items():
             limit = max(ratio * eager, ULPS * eps * scale)
             if not new <= limit:
-                yield f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
+                place = f" ({self.example})" if kind == "max" and self.example else ""
+                allowed = f"the limit is {limit:.2e} (eager's is {eager:.2e})"
+                yield f"{kind} error against float64 {new:.2e}{place}, {allowed}"
 
 
 def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, tolerance: float, scale=1.0) -> Errors:
@@ -82,7 +80,7 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
 
     Without the exact result the Model stands in for it.
     """
-    total = Errors()
+    total, farthest = Errors(), 0
     for chunk in chunks(new, eager, eager if exact is None else exact):
         n, e, r = (x.double() for x in chunk)
         apart, of_new, of_eager = distance(n, e), distance(n, r), distance(e, r)
@@ -94,8 +92,20 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
         errors = [of_new, of_eager, size(r), beyond]
         most = torch.stack([x.amax() for x in errors]).cpu()
         squares = torch.stack([torch.dot(x, x) for x in errors]).cpu()
+        if most[0] > total.most[0]:
+            farthest = total.count + int(of_new.argmax())
         total += Errors(most, squares, len(n), int(far.sum()), total.count + int(beyond.argmax()))
+    if exact is not None and total.most[0]:
+        place, mine, right = values_at(farthest, new, exact)
+        total.example = f"at {place} it is {mine:.6g}, in float64 {right:.6g}"
     return total
+
+
+def values_at(index: int, *tensors: torch.Tensor) -> list:
+    """An index of `compare` as a place in the tensors, and the value of each there."""
+    at = index // 2 if tensors[0].is_complex() else index
+    place = [int(i) for i in torch.unravel_index(torch.tensor(at), tensors[0].shape)]
+    return [place, *(as_numbers(x).reshape(-1)[at].item() for x in tensors)]
 
 
 def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
