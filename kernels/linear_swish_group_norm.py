@@ -635,11 +635,11 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 // ---- The groups of linear_swish_group_norm ----
 
 // The activation and its derivative. To use another, change both, finish_group_cpu in C++, in Python _finish_plainly
-// and the lines for torch.jit.script in ModelNew.forward, and hopper/'s counterparts. The activation's error must be
-// small relative to its value, since a group of small values is divided by its small spread. For large finite |h| the
-// slope must equal its limit (0 or 1). Two traps: where the sigmoid is near 0, a large h magnifies its absolute error;
-// and an exp that overflows makes 0 * infinity, NaN. (So Mish must clamp h, in exp, in the slope's factor, and on the
-// CPU.)
+// and the lines for torch.jit.script in ModelNew.forward, the Model, and hopper/'s counterparts. Importing this file
+// compares finish_group_cpu with _finish_plainly; harness.py finds the rest. The activation's error must be small
+// relative to its value, since a group of small values is divided by its small spread. For large finite |h| the slope
+// must equal its limit (0 or 1). Two traps: where the sigmoid is near 0, a large h magnifies its absolute error; and an
+// exp that overflows makes 0 * infinity, NaN. (So Mish must clamp h, in exp, in the slope's factor, and on the CPU.)
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -1384,6 +1384,19 @@ def _finish_plainly(norm, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
     return _finish_plainly(lambda h: nn.functional.group_norm(h, groups, gamma, beta, eps), bias, h)
+
+
+def _check_finish_group_cpu() -> None:
+    """Raise an error unless finish_group_cpu computes what _finish_plainly does, of NaN, too."""
+    h = torch.linspace(-9, 9, 128, dtype=torch.float32, device="cpu").view(2, 64)
+    h[0, 0] = torch.nan
+    others = h.new_zeros(64), h.new_ones(64), h.new_zeros(64), 1, 1e-5
+    if not torch.allclose(_operators.finish(h, *others), _finish_functionally(h, *others), atol=1e-3, equal_nan=True):
+        raise RuntimeError("finish_group_cpu and _finish_plainly compute different functions: edit both")
+
+
+with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the file is imported among fake tensors
+    _check_finish_group_cpu()
 
 
 def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:

@@ -82,6 +82,14 @@ assert original.NAMESPACE != edited.NAMESPACE
     assert code == 0 if edits == "all" else "compute different functions" in err, err
 
 
+@pytest.mark.skipif("linear_swish_group_norm" not in PORTABLE, reason="the pair is not here")
+def test_an_activation_that_is_forgotten_in_cpp_is_told_of(tmp_path):
+    text = source("linear_swish_group_norm")
+    (tmp_path / "edited.py").write_text(text.replace("torch.sigmoid(h) * h", "nn.functional.mish(h)", 1))
+    _, _, err = finish(start_python('sys.path.insert(0, "")\nimport edited', cwd=tmp_path))
+    assert "finish_group_cpu and _finish_plainly compute different functions" in err, err
+
+
 @stems
 def test_imports_nothing_but_torch_and_the_standard_library(stem):
     for node in ast.walk(ast.parse(source(stem))):
