@@ -10,16 +10,16 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths. Our kernels take 3x3 convolutions of at most 8 input and 32 output channels, in float32, float16 or
 bfloat16, also under autocast. x and the weight are contiguous, and bias and scale have the shape (out_channels, 1, 1)
-(`can_take`, in C++). The stride and the dilation are 1, there is one group and no padding, both layers have weight and
-bias and no hooks, and eps is at least 1e-6 (`_is_usual`, in Python); there are no tensor subclasses, transforms,
-tracing or exports for training (`_are_ordinary`). There are fewer than 2^25 samples. The image's width is even, from 4
-to 352, its height is from 3 to 2 + twice the number of multiprocessors (132: 266; 114: 230), and the output has a
-multiple of 4 pixels. With gradients the width is at most 256, and the output has at least 8 * (9 * in_channels + 4)
-pixels (`fits`, in C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where
-C++ decides, the same operators called from there.
+(`can_take`, in C++). Stride and dilation are 1, there is one group, no padding, hook or tracing, and eps is at least
+1e-6 (`_is_usual`, in Python). Both layers have weight and bias, and no tensor is of a subclass, in a transform, or in
+an export for training (`_are_ordinary`). There are under 2^25 samples (2^17, if x has under 64 pixels). The width is
+even, 4 to 352, the height is 3 to 2 + twice the number of multiprocessors (132: 266), and the output has a multiple of
+4 pixels. With gradients the width is at most 256, and the output has at least 8 * (9 * in_channels + 4) pixels (`fits`,
+in C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where C++ decides, the
+same operators called from there.
 
-The forward is one kernel. It reads x from DRAM once (two bands share two rows, through L2), writes out once, and keeps
-v in shared memory in between. With gradients it is the same kernel. It then saves x, the parameters, and 272 bytes a
+The forward is one kernel. It reads x from DRAM once (neighbouring bands share two rows, through L2), keeps v in shared
+memory, and writes `out` once. With gradients it is the same kernel. It then saves x, the parameters, and 272 bytes a
 group: totals, mean and rstd (most are padding). The backward is two large kernels and three small ones. The gradient of
 h is never written to global memory.
 
@@ -101,7 +101,7 @@ template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
 // The activation v of z = (h + bias) * scale. To use another, change this part, `plain` and the `#include` of its
 // operator in C++, and `_activate` in Python; then look at registers and spills (ConvConfig). There are two formulas.
 // The forward computes `UForm::u`, from which v follows. The backward gets v and dv/dz from `activation_and_slope`.
-// Each takes t = kFactor * z, and has a float32 and a 16-bit form. (u may be v in both.) The kernels rely on:
+// Each takes t = kFactor * z, and has a float32 and a 16-bit form. (Both u may equal v.) The kernels rely on:
 //   - In the forward u is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
 //     u, and computes the values again. If u lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
 //     and __saturatef drop a NaN, so the forward's formula may not use them. A hard sigmoid or ReLU6 is cut off by
@@ -111,8 +111,8 @@ template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
 //     costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
 //   - v and dv/dz are finite at t = 0: `make_dh` computes both there for channels that do not exist.
 //   - dv/dz is not negative: write_and_measure finds its maximum without fabsf, and finish_groups chooses dh_scale by a
-//     bound that contains it. dv/dz may be 0 in a whole channel. It may also be large, but then magnifies z's error,
-//     which prepare_scales bounds, into v's.
+//     bound that contains it. dv/dz may be 0 in a whole channel. If it is large, v's error is larger: z's error, which
+//     prepare_scales bounds, times dv/dz.
 
 template <typename T> constexpr bool kIs16Bit = sizeof(T) == 2;  // float16 or bfloat16; else T is float
 constexpr float kVMin = 0.0f, kVMax = 1.0f;
@@ -164,10 +164,10 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // in turn. A block reads the x of its band once, computes v, and holds it in shared memory, as u (see UForm), until the
 // sums of all the sample's bands are known. Then it writes its band of the output. A stage of held values is shared
 // memory for one sample's band. A block has three, or two if the image is wide: while it writes one sample, it computes
-// the next. A task is what a warpgroup computes at a time: 64 columns of an output row or, in 16 bits, of two rows, of
-// all channels. wgmma's operands have 16 bits here, so a float32 value is split: hi is the value rounded to fp16, and
-// lo is value - hi, rounded to fp16 too. What both leave, value - (hi + lo), is called the value's rest. A block's
-// warps have these roles. Names in _empty and _full are mbarriers; "its turn" is a warpgroup's turn to issue wgmma.
+// the next. A warpgroup computes one task at a time: all channels of 64 columns, in one output row or, in 16 bits, in
+// two rows. wgmma's operands have 16 bits here, so a float32 value is split: hi is the value rounded to fp16, and lo is
+// value - hi, rounded to fp16 too. What both leave, value - (hi + lo), is called the value's rest. A block's warps have
+// these roles. Names in _empty and _full are mbarriers; "its turn" is a warpgroup's turn to issue wgmma.
 //
 //   who, and what it does                                     waits for                       signals
 //   produce_x:      x -> shared memory, float32 as hi and lo  x_empty                         x_full
@@ -183,7 +183,7 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // The backward launches the same kernel with FORWARD false. Then the held values are h + bias, not u, and
 // write_and_measure, which replaces the last three roles, writes them, rounded to x's type, as eager's are.
 //
-// `convolve` uses wgmma m64n64k16: A has 64 rows, B has 64 columns, a pixel each, and K = 16 is two taps of 8 input
+// `convolve` uses wgmma m64n64k16: A has 64 rows, B 64 columns (one pixel each), and K = 16 is two taps of 8 input
 // channels. A tap is one of the 3 x 3 weights: tap 3 ky + kx is that of row ky and column kx. A task takes several
 // wgmmas. This is fragment s of A (see load_weights):
 //
@@ -209,15 +209,16 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //     rows 16 w + 0 to 7                     weights of the task's upper row: its taps lie in rows 0 to 2 of x
 //     rows 16 w + 8 to 15                    weights of its lower row: the same taps, in rows 1 to 3 of x
 //
-// So K runs over 4 x 3 taps: six wgmmas for two rows of 64 pixels, where each row alone would take five. There is no lo
-// of x, and its plane is a second stage of x: it holds another sample's. (With two rows a task and two stages the
-// benchmark's forward in bfloat16 took 0.92 of the time. Such factors and percentages are from an H100 or H200.)
+// So K runs over 4 x 3 taps: six wgmmas for two rows of 64 pixels, where each row alone would take five. x has no lo.
+// The plane of lo is a second stage of x: it holds that of the team's next or previous sample. (With two rows a task
+// and two stages the benchmark's forward in bfloat16 took 0.92 of the time. Such factors and percentages are from an
+// H100 or H200.)
 //
 // `produce_x` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
 // overflows fp16, sums become NaN, and the warp computes its values again in float32 (convolve_again).
 //
-// Where the user allows TF32, float32 is computed in the same way. With so few channels eager's convolution is no less
-// exact then, so a single product of TF32 or fp16 would be less exact than eager.
+// Where the user allows TF32, float32 is computed in the same way. With so few channels eager is as exact as without
+// TF32, so one product of TF32 or fp16 would be less exact than eager.
 
 constexpr int kTaskColumns = 64;  // of one output row: the n of a task's wgmma
 constexpr int kDRegisters = kTaskColumns * 64 / 128;  // a thread's part of wgmma's sums, 64 rows in 128 threads
@@ -364,8 +365,8 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
 //     bits 16 to 29   leading byte offset: from the first of the two taps to the second
 //     bits 32 to 45   stride byte offset: from 8 pixels to the next 8
 //     bits 62, 63     0: no swizzle
-// 14 bits are enough for an address, as 227 KiB are 14528 pixels. Of float32's nine wgmmas 0 to 3 take x's lo, as
-// small terms come first, and 5 to 8 its hi. Number 4 takes the last tap, of hi and of lo.
+// 14 bits hold any address: 227 KiB are 14528 units of 16 bytes, below 2^14. Of float32's nine wgmmas 0 to 3 take x's
+// lo, as small terms come first, and 5 to 8 its hi. Number 4 takes the last tap, of hi and of lo.
 template <typename T> __device__ __forceinline__ uint64_t pixel_descriptor(
     const ConvArguments& p, int k, uint32_t x_address16) {
     const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
@@ -584,7 +585,7 @@ __device__ __forceinline__ void produce_x(
     for (int c = p.in_channels; c < kMaxInChannels; c += p.in_channels) repeat_mask |= 1u << (c - 1);
     for (SampleCursor<Config::kXStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int next_sample = cursor.sample + p.teams;
-        // By thread c, whose first pixel is c, for channel c. Saves 8% of float32's time; in 16 bits it would cost 6%.
+        // Thread c prefetches channel c of the next sample to L2. Saves 8% in float32; in 16 bits it would cost 6%.
         const bool ahead = !kIs16Bit<T> && next_sample < p.samples && first_pixel < p.in_channels;
         if (ahead) prefetch_to_l2(x_band_of(next_sample, first_pixel), pixels * sizeof(T));
         uint32_t largest = 0;
@@ -675,7 +676,7 @@ __device__ __forceinline__ void convolve_again(const ConvArguments& p, const Ban
 }
 
 // Which of a warp's eight channels a row of A has. In this order the float2 stores of half a warp to the held values
-// have no bank conflicts: it stores 8 floats of each of four channels, all even or all odd, 8 modulo 16 floats apart.
+// have no bank conflicts: it stores 8 floats to each of four planes (channels), which are 16 k + 8 floats apart.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
 // A thread's fragments of A. A register has the weights of output channel c and two input channels. A fragment's .x and
@@ -812,7 +813,7 @@ __device__ __forceinline__ void convolve(
             barrier_sync(own_turn, 256);
             multiply_task<T, Config>(p, a, x_address16, d, next_turn);
             if (task + Config::kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty[cursor.x_stage]);
-            // If kInside, the task's channels and rows exist, and its columns but perhaps the last eight: see `valid`.
+            // kInside: all channels and rows of the task exist; only its last eight columns may not (`valid` checks).
             const auto finish = [&](auto inside) {
                 constexpr bool kInside = decltype(inside)::value;
                 const int upper = own_columns - column;  // columns that exist in the task's upper row
@@ -935,7 +936,7 @@ template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     constexpr int kWriterWarps = ConvConfig<T, true>::kWriterWarps;
-    // Loads of a lane, then as many stores. One at a time the kernel was 10% slower. Beyond the band's end a lane loads
+    // A lane loads four, then stores four. One at a time the kernel was 10% slower. Beyond the band's end a lane loads
     // and stores the band's last four values once more.
     constexpr int kBatch = 4;
     const int lane = threadIdx.x % 32;
@@ -1206,7 +1207,7 @@ static int launch_convolution(ConvArguments p, const int64_t* sizes, cudaStream_
     const int bytes = int(plan_convolution(p, int(sizes[kMultiprocessors]), most_bytes));
     auto* const kernel =
         is_benchmark(p) ? convolve_and_normalize<T, true, FORWARD> : convolve_and_normalize<T, false, FORWARD>;
-    // Not to `bytes`: a thread of the host that launches with fewer could set the limit anew before our launch.
+    // Not `bytes`: another host thread could lower the limit to its own, smaller size before our launch.
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_bytes);
     if (error != cudaSuccess) return error;
     void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
@@ -1227,7 +1228,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //   3. differentiate_rows reads h and grad. It computes dh to shared memory, and from there x's gradient and partial
 //      sums of the parameters' gradients.
 //   4. recompute_gradients computes x's and the weights' gradients again for samples that are marked `recomputed`.
-//   5. add_rows adds up the partial sums. (ATen's sum took 20 us for these 10 MB, as it copies them to double first.)
+//   5. add_rows adds up the partial sums. (For the benchmark's 10 MB ATen's sum took 20 us: it copies to double.)
 // A block of differentiate_rows walks down a band of rows of a sample. These bands are not the forward's: row_bands_of
 // says how many a sample has.
 //
@@ -1236,12 +1237,12 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
 // `multiply` uses mma.sync. Float32 operands are split as in the forward, and lo * lo, at most 2^-22 of a product, is
-// dropped. Tensor cores truncate each sum, where a float addition rounds it. So in float32 they sum a few products at a
-// time, from zero, and a float addition adds that to the total. In 16 bits hi is all of x and of the weights (but for
-// what is below fp16's steps), and dh's hi is at least as exact as eager's dh (but for values below 2^-32 of the
-// channel's bound, where fp16's steps end). So there is one product, not three, and the tensor cores add up all terms,
-// because what they truncate is small beside a rounding to 16 bits. x is multiplied by a power of two for each sample,
-// and dh by one for each of its channels, so that fp16 does not overflow.
+// dropped. Tensor cores truncate each sum, where a float addition rounds it. So in float32 they sum some products from
+// zero, and a float addition adds that sum to the total. In 16 bits hi is all of x and of the weights (but for what is
+// below fp16's steps), and dh's hi is at least as exact as eager's dh (but for values below 2^-32 of the channel's
+// bound, where fp16's steps end). So there is one product, not three, and the tensor cores add up all terms, because
+// what they truncate is small beside a rounding to 16 bits. x is multiplied by a power of two for each sample, and dh
+// by one for each of its channels, so that fp16 does not overflow.
 //
 // A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
 // cells, and column c is cell c / 4 of sub-row c % 4:
@@ -1268,7 +1269,7 @@ constexpr int kXRowStages = 4;  // rows of x in shared memory: three that `multi
 // average, and that of x by 2.4 * 2^-24. kDhFactor raises dh, so both gradients; kWeightExcess raises x's by 1.4 *
 // 2^-24 more.
 constexpr double kDhFactor = 1 + 0x1p-24;
-// prepare_tile adds so much of itself to a weight. Float32 rounds that to its last bit: to 1.4 * 2^-24 on average.
+// prepare_tile adds so much of itself to a weight. float32 rounds the sum; the mean increase is 1.4 * 2^-24.
 constexpr float kWeightExcess = 0x1.6p-24f;
 static_assert(kSubRowCells % 8 == 2, "neighbouring columns are stored to different banks");
 
@@ -1762,8 +1763,8 @@ __global__ void __launch_bounds__(1024) add_rows(const float* sums, int64_t rows
     if (lane == 0 && summed < width) to[summed] = float(all);
 }
 
-// Bands of a sample in differentiate_rows, a block each: as many as run at once, but at least one. Each computes two
-// rows of dh that another has, too. So a sample is cut only into bands of eight rows or more.
+// Bands of a sample in differentiate_rows, a block each: as many as run at once, but at least one. All but the first
+// repeat two rows of another's dh. So a sample is cut only into bands of eight rows or more.
 static int row_bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
@@ -1804,8 +1805,8 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     if (error != 0) return error;
     finish_groups<T><<<unsigned(p.samples) * p.groups, 32 * p.group_channels, 0, stream>>>(p, channels);
     kernel<<<unsigned(p.samples) * row_bands, kRowsThreads, bytes, stream>>>(p, row_bands);
-    // Blocks of samples that are not `recomputed` end at once. A sample has only eight blocks, as mostly few samples
-    // are: all are where prepare_scales gives NaN.
+    // Blocks of samples that are not `recomputed` end at once. A sample gets only eight blocks, because few samples are
+    // marked (all, if prepare_scales gives NaN).
     recompute_gradients<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, row_bands);
     const int64_t rows = sizes[kSamples] * row_bands * kWarps;
     auto* const grad_parameters = static_cast<float*>(pointers[kGradParameters]);
@@ -1841,7 +1842,7 @@ using TensorPair = std::tuple<Tensor, Tensor>;
 // operators `forward` and `backward` get them in one dtype. Under autocast `network` may get several.
 enum { kInput, kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kTensors };
 
-// The Model's lines, for what `can_take` or `fits` refuses, and for gradients of gradients.
+// The Model's lines, for what `can_take` or `fits` refuses, and for backward_by_pytorch.
 Tensor plain(at::TensorList t, int64_t groups, double eps) {
     Tensor h = at::conv2d(t[kInput], t[kWeight], t[kConvBias]);
     h = h + t[kBias];  // line by line, so that each old h is freed when the next is there
@@ -1851,8 +1852,8 @@ Tensor plain(at::TensorList t, int64_t groups, double eps) {
         "Expected more than 1 value per channel when training, got input size [1, ", groups, ", 1, 1]");
     return at::group_norm(h, groups, t[kGamma], t[kBeta], eps);
 }
-// Whether the four dimensions are in order in memory. is_contiguous() ignores the stride of a dimension of size 1, but
-// PyTorch may read channels_last off it, as with one channel. Eager's output then is channels_last, and ours is not.
+// Whether the four dimensions are in order in memory. is_contiguous() ignores strides of dimensions of size 1. PyTorch
+// may take those strides for channels_last (one channel). Eager's output then is channels_last, and ours is not.
 bool in_order(const Tensor& t) {
     const bool is_contiguous = t.dim() == 4 && t.is_contiguous();
     return is_contiguous && t.sym_stride(1) == t.sym_size(2) * t.sym_size(3) && t.sym_stride(3) == 1;
@@ -2029,8 +2030,8 @@ struct ConvSigmoidGroupNorm : torch::autograd::Function<ConvSigmoidGroupNorm> {
         return gradients;
     }
     // By the derivatives of the Model's lines, which PyTorch can differentiate again if gradients are enabled. They are
-    // taken with respect to views of the tensors. For tensor B may have been computed from tensor A. A's gradient must
-    // then omit what goes through B: autograd adds that later.
+    // taken with respect to views of the tensors. If one tensor B was computed from another, A, then A's gradient must
+    // omit the path through B: autograd adds that later.
     static void backward_by_pytorch(Context* context, const Tensor& grad, Tensors& tensors, Tensors& gradients) {
         const bool create_graph = at::GradMode::is_enabled();
         const at::AutoGradMode enable_grad(true);
