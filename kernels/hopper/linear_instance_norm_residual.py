@@ -139,8 +139,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another.
 // Consumers 0 and 1 fill slots in turns, the finisher empties them in the same order. A tile fills the next four slots
-// or, with OneProduct, eight. (OneProduct<__half, float> has five: a tile's last three sums wait until the finisher has
-// read three.)
+// or, with OneProduct, eight. (OneProduct<__half, float> has five: a tile's last three wait for the finisher.)
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
@@ -158,8 +157,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     |sum| is below the sum of both rows' doubts, the finisher computes it again in float32, from x and W. That
 //     happens to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
 //     estimate: at K = 8192 such scaled sums have a standard deviation of about 2^31.5, and a row has 0.3 coarse
-//     values. The density of such a sum at 0 is 0.4 / its deviation. So the share of doubtful sums is 0.8 * 2 * 0.3 *
-//     2^14 / 2^31.5.)
+//     values. Their density at 0 is 0.4 / 2^31.5. So the share of doubtful sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
