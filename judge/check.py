@@ -469,7 +469,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         or (training and request.batch != case.small_batch and "refuses batch" in known)
     ):
         return
-    if case.graphs and request.how & (How.MOVED | How.ASSIGNED | How.THREADS | How.CHANNELS_LAST):
+    if case.graphs and request.how & (How.MOVED | How.EXCHANGED | How.ASSIGNED | How.THREADS | How.CHANNELS_LAST):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     errors = dict(case.errors)

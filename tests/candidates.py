@@ -136,6 +136,7 @@ def parsed(text: str) -> dict[str, Candidate]:
         parts.setdefault("layers", "".join(named))
         _, is_right, words = (why or "").partition("no drop-in: ")
         reasons = (None, words) if is_right else (why, None)
+        assert name not in found, name
         found[name] = Candidate(what, *reasons, (particular or "").split(", "), parts)
     return found
 
