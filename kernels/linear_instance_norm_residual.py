@@ -21,9 +21,8 @@ In the backward `row_gradients` reads h, y and the output's gradient, again each
 writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
 was and they are large, else by cuBLAS.
 
-On a CPU, nn.Linear computes h, and threads turn its rows into the output. 16-bit inputs are computed in float32 where
-that is faster, even if they need gradients (`_in_float32`). Read "The rows" first; "The product" says how x W^T is
-computed.
+On a CPU, nn.Linear computes h, and threads finish its rows. 16-bit inputs are computed in float32 where that is faster,
+even if they need gradients (`_in_float32`). Read "The rows" first; "The product" says how x W^T is computed.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
 reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.17 ms,
@@ -47,7 +46,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
-// Read "The rows" first. They follow "The gradients dX = G W and dW = G^T x", far below.
+// Read "The rows" first. That section follows "The gradients dX = G W and dW = G^T x", far below.
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
@@ -81,8 +80,8 @@ CUDA_SOURCE = r"""
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
 // sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
-// 2^-21 S, since K is 128 or more (`_is_large`). On `_SPLIT_GPUS`'s GPUs tensor cores multiply fp16 7 or 16 times as
-// fast as SGEMM float32.
+// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` tensor cores multiply fp16 7 or 16
+// times as fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
@@ -100,11 +99,11 @@ CUDA_SOURCE = r"""
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Thresholds. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few
-// bits. If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a
-// warp recomputes it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger
-// than the rest, that takes far longer than SGEMM.) From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16
-// numbers are multiples of 2^-24, so rounding errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its
-// 11 bits, but lo is at most 2^-14.
+// bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs by up
+// to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other terms make
+// the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes it in
+// float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest, that
+// takes far longer than SGEMM.)
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -152,7 +151,7 @@ CUDA_SOURCE = r"""
 // each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
 // transposes B on its way to registers.
 
-constexpr int kLineK = 32;  // values in a line of two pieces each: a stage has 32 of K
+constexpr int kLineK = 32;  // values of a row in a line, each as two pieces: what a stage has of K
 constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
@@ -203,18 +202,18 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __shared__ unsigned largest_bits;
     __shared__ int coarse_count;  // of the row
     const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
-    const float* const values = row < m ? x + row * k : w + (row - m) * k;
+    const float* const row_values = row < m ? x + row * k : w + (row - m) * k;
     __half* const row_pieces = pieces + row * stride;
     const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
     const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
-        if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
-        return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
+        if (k % 2 == 0) return *reinterpret_cast<const float2*>(row_values + i);
+        return make_float2(row_values[i], i + 1 < k ? row_values[i + 1] : 0);
     };
     float2 pairs[kThreadPairs];
 #pragma unroll
     for (int p = 0; p < kThreadPairs; ++p) pairs[p] = load_pair(first_value + p * step);
-    const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
+    const auto for_each_pair = [&](const auto& use) {  // of this thread; beyond the row they are zeros
 #pragma unroll
         for (int p = 0; p < kThreadPairs; ++p) use(first_value + p * step, pairs[p]);
         for (int i = first_value + kThreadPairs * step; i < padded_k; i += step) use(i, load_pair(i));
@@ -382,7 +381,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // warp_column is right as a number of stage rows MN-major, too: 64 columns are two lines, of 32 rows each.
+    // Also if MN-major, the warp's part of B begins warp_column rows down: its 64 columns are two lines of 32 rows.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -1178,8 +1177,8 @@ def _allows_tf32() -> bool:
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
 
 
-# As torch.compiler.assume_constant_result does, without importing torch._dynamo. If one of PyTorch's settings changes,
-# it compiles anew.
+# What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. If one of PyTorch's settings
+# changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 

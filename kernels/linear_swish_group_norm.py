@@ -28,8 +28,8 @@ way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `f
 In the backward `group_gradients` finds G, the gradient of h, and `add_partials` adds up the gradients of both biases,
 gamma and beta. Then dX = G W and dW = G^T x: large ones by three fp16 products if the forward's was, others by cuBLAS.
 
-On a CPU, nn.Linear computes h, and threads turn its groups into the output; float32 groups of 16 only if h is small or
-large (`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" in
+On a CPU, nn.Linear computes h, and threads finish its groups; float32 groups of 16 only if h is small or large
+(`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" in
 CUDA_SOURCE first.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; x, W and the output take 0.69 GB; the split
@@ -55,7 +55,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
-// Read "The groups of linear_swish_group_norm" first. They follow "The gradients dX = G W and dW = G^T x", far below.
+// Read "The groups of linear_swish_group_norm" first, a section far below, after "The gradients dX = G W".
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
@@ -89,8 +89,8 @@ CUDA_SOURCE = r"""
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
 // sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
-// 2^-21 S, since K is 128 or more (`_is_large`). On `_SPLIT_GPUS`'s GPUs tensor cores multiply fp16 7 or 16 times as
-// fast as SGEMM float32.
+// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` tensor cores multiply fp16 7 or 16
+// times as fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
@@ -108,11 +108,11 @@ CUDA_SOURCE = r"""
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
 // Thresholds. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few
-// bits. If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a
-// warp recomputes it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger
-// than the rest, that takes far longer than SGEMM.) From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16
-// numbers are multiples of 2^-24, so rounding errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its
-// 11 bits, but lo is at most 2^-14.
+// bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs by up
+// to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other terms make
+// the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes it in
+// float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest, that
+// takes far longer than SGEMM.)
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -160,7 +160,7 @@ CUDA_SOURCE = r"""
 // each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
 // transposes B on its way to registers.
 
-constexpr int kLineK = 32;  // values in a line of two pieces each: a stage has 32 of K
+constexpr int kLineK = 32;  // values of a row in a line, each as two pieces: what a stage has of K
 constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 128;
@@ -211,18 +211,18 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     __shared__ unsigned largest_bits;
     __shared__ int coarse_count;  // of the row
     const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
-    const float* const values = row < m ? x + row * k : w + (row - m) * k;
+    const float* const row_values = row < m ? x + row * k : w + (row - m) * k;
     __half* const row_pieces = pieces + row * stride;
     const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
     const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
-        if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
-        return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
+        if (k % 2 == 0) return *reinterpret_cast<const float2*>(row_values + i);
+        return make_float2(row_values[i], i + 1 < k ? row_values[i + 1] : 0);
     };
     float2 pairs[kThreadPairs];
 #pragma unroll
     for (int p = 0; p < kThreadPairs; ++p) pairs[p] = load_pair(first_value + p * step);
-    const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
+    const auto for_each_pair = [&](const auto& use) {  // of this thread; beyond the row they are zeros
 #pragma unroll
         for (int p = 0; p < kThreadPairs; ++p) use(first_value + p * step, pairs[p]);
         for (int i = first_value + kThreadPairs * step; i < padded_k; i += step) use(i, load_pair(i));
@@ -390,7 +390,7 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // warp_column is right as a number of stage rows MN-major, too: 64 columns are two lines, of 32 rows each.
+    // Also if MN-major, the warp's part of B begins warp_column rows down: its 64 columns are two lines of 32 rows.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -670,18 +670,18 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
 template <int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
     const float share = 1.0f / (lanes * COUNT);  // multiplies each term of the mean: the plain sum could overflow
-    float mean = 0, mean_lo = 0, squares = 0;
+    float mean = 0, deviations = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
     mean = reduce(mean, lanes, __fadd_rn);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
-        mean_lo += v[i];
+        deviations += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
     const float mean_square = reduce(squares, lanes, __fadd_rn) * share;
-    mean_lo = reduce(mean_lo, lanes, __fadd_rn) * share;  // what the rounding of the mean left over
+    float mean_lo = reduce(deviations, lanes, __fadd_rn) * share;  // what the rounding of the mean left over
     if (isinf(mean_square)) mean_lo = 0;  // rstd is to be 0: an infinite mean_lo would make it NaN, by inf - inf
     rstd = reciprocal_sqrt(fmaf(-mean_lo, mean_lo, mean_square) + eps);
     shift = -mean_lo * rstd;
@@ -807,7 +807,7 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
         const Pack<T, 4> own_h = load_pack(h, row), own_grad = load_pack(grad, row);
         Pack<T, 4> own_g;
         const float share = 1.0f / (4 * lanes);
-        float z[4], d[4], rstd, shift, mean_d = 0, mean_dz = 0;  // mean_d and mean_dz are first the sums of d and d z
+        float z[4], d[4], rstd, shift, sum_d = 0, sum_dz = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[i] = activation(float(own_h.value[i])) + float(own_bias.value[i]);
         center_group(z, lanes, eps, rstd, shift);
@@ -818,11 +818,11 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
             sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
             sums[3][i] += grad_i;
             d[i] = grad_i * float(own_gamma.value[i]);
-            mean_d += d[i];
-            mean_dz = fmaf(d[i], z[i], mean_dz);
+            sum_d += d[i];
+            sum_dz = fmaf(d[i], z[i], sum_dz);
         }
-        mean_d = reduce(mean_d, lanes, __fadd_rn) * share;
-        mean_dz = reduce(mean_dz, lanes, __fadd_rn) * share;
+        const float mean_d = reduce(sum_d, lanes, __fadd_rn) * share;
+        const float mean_dz = reduce(sum_dz, lanes, __fadd_rn) * share;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
@@ -1299,8 +1299,8 @@ def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a floa
     return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
-# As torch.compiler.assume_constant_result does, without importing torch._dynamo. If one of PyTorch's settings changes,
-# it compiles anew.
+# What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. If one of PyTorch's settings
+# changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _adds_in_fp16._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True

@@ -39,7 +39,7 @@ KERNELS = [
     (ROWS, "squares / n + eps", "squares / n + 1e-5", "forward"),
     (SWISH, "h / (Vec(1) + h.neg().exp()) + bias;", "h / (Vec(1) + h.neg().exp());", "forward"),
     (SWISH, "feature = i % groups * width;", "feature = 0;", "forward"),
-    (SWISH, "(out[i] - mean_hi - mean_lo) * factor + beta[i]", "(out[i] - mean_hi - mean_lo) * factor + bias[i]", "forward"),
+    (SWISH, "- mean_lo) * factor + beta[i]", "- mean_lo) * factor + bias[i]", "forward"),
     (SWISH, "std::abs(factor) < INFINITY ? ", "true ? ", "forward"),
     (SWISH, "1 / std::sqrt(squares / width + eps)", "1 / std::sqrt(squares / width)", "forward"),
     (SWISH, "beta32 = as_f32(beta);", "beta32 = as_f32(bias);", "forward"),
