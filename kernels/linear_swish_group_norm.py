@@ -162,8 +162,7 @@ CUDA_SOURCE = r"""
 
 constexpr int kLineK = 32;  // values of a row in a line, each as two pieces: what a stage has of K
 constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
-constexpr int kTileRows = 64;
-constexpr int kTileColumns = 128;
+constexpr int kTileRows = 64, kTileColumns = 128;
 constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
 constexpr int kBandHeight = 16;  // in tiles (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
@@ -171,8 +170,7 @@ constexpr int kLinesPerScale = 4;  // in the gradients every four lines of a row
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
 // as many accumulators in registers: 128 of the 255 that it may have.
 constexpr int kMultiplyThreads = 128;
-constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
-constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
+constexpr int kMmasDown = 2, kMmasAcross = 8;  // of 16 rows and 8 columns each: a warp's 32 rows and 64 columns
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
@@ -359,8 +357,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
         for (int j = 0; j < kMmasAcross; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// A thread has 16 sums of each of four rows: sum [i][j] is that of row_of(thread_row, i) and column_of(thread_column,
-// j), where thread_row and thread_column are those of sum [0][0].
+// Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
 __device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
 __device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines,
@@ -505,7 +502,7 @@ struct LinearLayer {
         while (const unsigned lanes = __ballot_sync(~0u, to_recompute != 0)) {
             const int owner = __ffs(lanes) - 1;
             const int index = __shfl_sync(~0u, __ffsll(to_recompute) - 1, owner);
-            const int64_t row_x = __shfl_sync(~0u, thread_row, owner) + index / 16 * 8;
+            const int64_t row_x = row_of(__shfl_sync(~0u, thread_row, owner), index / 16);
             const int64_t row_w = __shfl_sync(~0u, column_of(thread_column, index % 16), owner);
             float sum = 0;
 #pragma unroll 1
@@ -621,8 +618,7 @@ struct StoreProduct {  // the epilogue of the gradients: stores C as it is
         store_values(out, thread_row, thread_column, m, n, values);
     }
 };
-// Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or, if wgrad, x (m, k). pieces_a,
-// inverse_scale_a, pieces_b and scales_thresholds_b are scratch memory.
+// Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or x (m, k). The four after `out` are scratch.
 extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
     float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
     cudaStream_t stream) {
