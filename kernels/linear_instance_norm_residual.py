@@ -6,12 +6,12 @@
 The Model's `InstanceNorm2d` is given each row as a channel of 1 x F pixels. So `mean` and `rstd` are the row's own:
 rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-The fast path is taken (`_fits`) when y and h, the linear layer's output, are 2-D, of one shape and of one dtype,
-float32, float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are no hooks, autocast or
+The fast path is taken (`_is_supported`) when y and h, the linear layer's output, are 2-D, of one shape and of one
+dtype, float32, float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are no hooks, autocast or
 transforms. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own lines.
 
 On a GPU a large float32 product (`_is_large`) runs on tensor cores, where that is faster than cuBLAS's float32 product
-(`_BY_PIECES`) and TF32 is not allowed: each number is split into two fp16 numbers, and three fp16 products take the
+(`_SPLIT_GPUS`) and TF32 is not allowed: each number is split into two fp16 numbers, and three fp16 products take the
 place of the float32 one, with less error (of gradients, too, unless features or rows differ by more than 2^19).
 nn.Linear (cuBLAS) does all other products, and is launched before Python checks whether the rest fits, so that the GPU
 starts early. Some small 16-bit layers are computed in float32 (`_in_float32`). `finish_rows` then reads h and y, each
@@ -21,8 +21,8 @@ In the backward `row_gradients` reads h, y and the output's gradient, again each
 writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
 was and they are large, else by cuBLAS.
 
-On a CPU, threads finish the rows of PyTorch's product. 16-bit inputs are computed in float32 where that is faster, even
-if they need gradients (`_in_float32`). Read "The rows" first; "The product" says how x W^T is computed.
+On a CPU, nn.Linear computes h, and threads finish its rows. 16-bit inputs are computed in float32 where that is faster,
+even if they need gradients (`_in_float32`). Read "The rows" first; "The product" says how x W^T is computed.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
 reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.17 ms,
@@ -46,7 +46,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
-// Read "The rows" first. They follow "The gradients dX = G W and dW = G^T x", far below.
+// Read "The rows" first. That section follows "The gradients dX = G W and dW = G^T x", far below.
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
@@ -57,7 +57,7 @@ CUDA_SOURCE = r"""
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
 //     x (m, k) --.
-//                 split_rows --> pieces, unscale, doubt           in device memory
+//                 split_rows --> pieces, inverse_scale, threshold    in device memory
 //     W (n, k) --'                  |
 //                                   |  cp.async
 //                      stages, a line of K each                   in shared memory
@@ -80,46 +80,45 @@ CUDA_SOURCE = r"""
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
 // sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
-// 2^-21 S, since K is 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as
-// fast as SGEMM float32.
+// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` tensor cores multiply fp16 7 or 16
+// times as fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
-// its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by the inverses of both rows' scales, `unscale`.
-// For example, 0.3 in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832,
-// as fp16 numbers of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6 = 22944 -
-// 6.398 - 0.002. Of x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
+// its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
+// in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 numbers
+// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6 = 22944 - 6.398 - 0.002. Of
+// x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
-// the sum. After every 32 of K it adds the accumulator, times `unscale` of A's row, to the sum, in float32 with
-// rounding, and restarts at zero; from K = 1024 on after every 64, and from 4096 on after every 128, since SGEMM's
-// errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64
-// 4% less. But then its errors could be 1.2 times SGEMM's.)
+// the sum. After every 32 of K the thread adds the accumulator, times `inverse_scale` of A's row, to the sum, in
+// float32 with rounding, and restarts the accumulator at zero. From K = 1024 on it does so after every 64, and from
+// 4096 on after every 128, since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9%
+// less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few bits.
-// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp
-// computes it again in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger
-// than the others, that takes far longer than SGEMM.) From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16
-// numbers are multiples of 2^-24, so rounding errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its
-// 11 bits, but lo is at most 2^-14.
+// Thresholds. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few
+// bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs by up
+// to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other terms make
+// the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes it in
+// float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest, that
+// takes far longer than SGEMM.)
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
 //     the coarse values do no harm.
-//   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `doubt`. If |sum| is
-//     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
-//     That happens to some 3 of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K (an
-//     estimate).
-//   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
-//     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
-//     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
-//     are then 0 or not finite. They stay as they are: even with the other row's +infinity, the doubts add up to NaN,
-//     below which nothing lies. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it
-//     NaN anyway.)
+//   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `threshold`. If
+//     |sum| is below its two rows' thresholds added up, the epilogue recomputes it in float32, from x and W. By an
+//     estimate that happens to 3 of 10^6 sums of normally distributed operands at K = 8192, less often at smaller K.
+//   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `inverse_scale` of up to
+//     2^60 they are finite. A row with a finite value of 2^75 or more has an `inverse_scale` above 2^60. So its
+//     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
+//     is -infinity, and its sums are 0 or not finite. They are not recomputed: -infinity and the other row's threshold
+//     add up to -infinity or, if that is +infinity, to NaN, and no sum is below either. (With two pieces an infinity
+//     makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -129,7 +128,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits errs by more, so smaller doubts would do: see Range in hopper/linear_*.py.)
+// 11 bits errs by more, so smaller thresholds would do: see Range in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -152,19 +151,17 @@ CUDA_SOURCE = r"""
 // each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
 // transposes B on its way to registers.
 
-constexpr int kLineK = 32;  // values in a line, each as two pieces: what a stage has of K
+constexpr int kLineK = 32;  // values of a row in a line, each as two pieces: what a stage has of K
 constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
-constexpr int kTileRows = 64;
-constexpr int kTileColumns = 128;
+constexpr int kTileRows = 64, kTileColumns = 128;
 constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
-constexpr int kBand = 16;  // rows of tiles in a band (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
-constexpr int kScaleLines = 4;  // in the gradients these lines of a row of A, 128 of K, have a scale of their own
+constexpr int kBandHeight = 16;  // in tiles (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
+constexpr int kLinesPerScale = 4;  // in the gradients every four lines of a row of A, 128 of K, have their own scale
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
 // as many accumulators in registers: 128 of the 255 that it may have.
 constexpr int kMultiplyThreads = 128;
-constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
-constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
+constexpr int kMmasDown = 2, kMmasAcross = 8;  // of 16 rows and 8 columns each: a warp's 32 rows and 64 columns
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
@@ -193,31 +190,31 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
 }
 // Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r, then scales and
-// splits the row, and stores its pieces, unscale[r] and doubt[r]. Between the two steps each of its at most 256 threads
-// keeps 32 values in registers. A row of more than 8192 values does not fit, and what is beyond these is read twice.
-// (If all values were read twice, the forward would take 2% to 7% longer on an H200.)
-constexpr int kHeldPairs = 16;  // pairs of neighbouring values that a thread keeps
+// splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. Between the two steps each of its at most
+// 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values were read
+// twice, the forward would take 2% to 7% longer on an H200.)
+constexpr int kThreadPairs = 16;  // pairs of neighbouring values that a thread keeps in registers
 template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
-    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
+    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* inverse_scale, float* threshold) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
     __shared__ unsigned largest_bits;
     __shared__ int coarse_count;  // of the row
     const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
-    const float* const values = row < m ? x + row * k : w + (row - m) * k;
+    const float* const row_values = row < m ? x + row * k : w + (row - m) * k;
     __half* const row_pieces = pieces + row * stride;
     const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
     const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
-        if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
-        return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
+        if (k % 2 == 0) return *reinterpret_cast<const float2*>(row_values + i);
+        return make_float2(row_values[i], i + 1 < k ? row_values[i + 1] : 0);
     };
-    float2 held[kHeldPairs];
+    float2 pairs[kThreadPairs];
 #pragma unroll
-    for (int p = 0; p < kHeldPairs; ++p) held[p] = load_pair(first_value + p * step);
-    const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
+    for (int p = 0; p < kThreadPairs; ++p) pairs[p] = load_pair(first_value + p * step);
+    const auto for_each_pair = [&](const auto& use) {  // of this thread; beyond the row they are zeros
 #pragma unroll
-        for (int p = 0; p < kHeldPairs; ++p) use(first_value + p * step, held[p]);
-        for (int i = first_value + kHeldPairs * step; i < padded_k; i += step) use(i, load_pair(i));
+        for (int p = 0; p < kThreadPairs; ++p) use(first_value + p * step, pairs[p]);
+        for (int i = first_value + kThreadPairs * step; i < padded_k; i += step) use(i, load_pair(i));
     };
     if (threadIdx.x == 0) largest_bits = coarse_count = 0;
     __syncthreads();
@@ -240,9 +237,9 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
     __syncthreads();
     if (threadIdx.x > 0) return;
-    unscale[row] = power_of_two(-exponent);
-    // An exponent below -60: `unscale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
-    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
+    inverse_scale[row] = power_of_two(-exponent);
+    // An exponent below -60: `inverse_scale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
+    threshold[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
 }
 
 // Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
@@ -280,50 +277,50 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 
 // Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
 struct Operand {
-    const __half* halves;
+    const __half* pieces;
     int rows;
     int64_t stride;
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
 // to the stage. Past the last line of K, start copies nothing, but moves from_a and from_b past the end, unread.
-template <bool MN_MAJOR> struct Copies {
-    static constexpr int kStep = kMultiplyThreads / 8;
+template <bool MN_MAJOR> struct StageCopies {
+    static constexpr int kRowStep = kMultiplyThreads / 8;
     const Operand &a, &b;
     int first_row, first_column, n, lines, stage_row;  // stage_row: the first of this thread's rows of a stage
-    uint32_t to;
+    uint32_t to_stages;  // where this thread's first chunk goes in the first stage
     const __half *from_a, *from_b;
-    __device__ __forceinline__ Copies(
+    __device__ __forceinline__ StageCopies(
         const Operand& a, const Operand& b, int first_row, int first_column, int n, int lines, uint32_t stages)
         : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
-        to = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
-        from_a = a.halves + (first_row + stage_row) * a.stride + chunk * 8;
-        from_b = b.halves +
+        to_stages = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
+        from_a = a.pieces + (first_row + stage_row) * a.stride + chunk * 8;
+        from_b = b.pieces +
             (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
     }
     __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
-        const uint32_t stage_to = to + line % kStages * kStageBytes;
+        const uint32_t to = to_stages + line % kStages * kStageBytes;
 #pragma unroll
-        for (int i = 0; i < kTileRows && line < lines; i += kStep) {
-            copy_async(stage_to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
+        for (int i = 0; i < kTileRows && line < lines; i += kRowStep) {
+            copy_async(to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
         }
 #pragma unroll
-        for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
+        for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
             const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
             const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
-            copy_async(stage_to + (kTileRows + i) * kLineBytes, source, exists);
+            copy_async(to + (kTileRows + i) * kLineBytes, source, exists);
         }
         from_a += kLineHalves;
         from_b += MN_MAJOR ? kLineK * b.stride : kLineHalves;
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
-// Loads a quarter from a stage, as operands of mma. to[i] has the warp's rows of A or, for B, its columns of C: those
-// from 16 i to 16 i + 15. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
+// Loads a quarter from a stage, as operands of mma. to[i] gets rows 16 i to 16 i + 15 of the warp's rows of A or, of B,
+// as many of the warp's columns of C. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -331,7 +328,7 @@ template <bool MN_MAJOR> struct Copies {
 //
 // Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
 // row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
-// and a warp's 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane
+// and a warp's 64 columns are two lines. to[i] gets hi or lo of 16 columns: those of half i % 2 of line i / 2. A lane
 // starts at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16
 // q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
@@ -351,35 +348,37 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
         for (int j = 0; j < kMmasAcross; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
-__device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `run_lines` lines,
-// from `line` on, are multiplied by unscale[line / kScaleLines * unscale_stride + A's row] and added to the sums. (With
-// unscale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
-// gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, values) once,
-// with its 4 x 16 sums: values[i][j] is C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring
-// lanes together hold 64 consecutive columns of the same four rows.
-template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2)
-    multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
-        int unscale_stride, int n, int lines, int run_lines, const __grid_constant__ Epilogue epilogue) {
+// Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
+__device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
+__device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines,
+// the first being `line`, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's
+// row] and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by
+// the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
+// epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be outside C. Four
+// neighbouring lanes together hold 64 consecutive columns of the same four rows.
+template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
+    const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
+    int scale_stride, int n, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
     extern __shared__ __align__(128) unsigned char stages[];
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    // Blocks compute the tiles of a band, kBand rows of tiles, column by column. So L2 still holds the band's rows of
-    // A, and the column's of B, when the next tile needs them.
+    // Blocks compute the tiles of a band, kBandHeight rows of tiles, column by column. So L2 still holds the band's
+    // rows of A, and the column's rows of B, when the next tile needs them.
     const int tiles_across = int(divide_up(n, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
-    const int band_start = blockIdx.x / (kBand * tiles_across) * kBand, in_band = blockIdx.x % (kBand * tiles_across);
-    const int band_height = min(kBand, tiles_down - band_start), first_column = in_band / band_height * kTileColumns;
-    const int first_row = (band_start + in_band % band_height) * kTileRows;
-    Copies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
+    const int band_tiles = kBandHeight * tiles_across, band_start = blockIdx.x / band_tiles * kBandHeight;
+    const int index_in_band = blockIdx.x % band_tiles, band_height = min(kBandHeight, tiles_down - band_start);
+    const int first_column = index_in_band / band_height * kTileColumns;
+    const int first_row = (band_start + index_in_band % band_height) * kTileRows;
+    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // warp_column is right as a number of stage rows MN-major, too: 64 columns are two lines, of 32 rows each.
+    // Also if MN-major, the warp's part of B begins warp_column rows down: its 64 columns are two lines of 32 rows.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -396,13 +395,13 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     float sum[4][16] = {};
     int line = 0;
     do {
-        float acc[kMmasDown][kMmasAcross][4] = {}, unscales[4];  // `unscale` of four rows of A
+        float acc[kMmasDown][kMmasAcross][4] = {}, inverse_scale_a[4];  // of the thread's four rows of A
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = min(first_row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            unscales[i] = unscale[int64_t(line / kScaleLines) * unscale_stride + row];
+            const int row = min(row_of(first_row + warp_row + lane / 4, i), a.rows - 1);
+            inverse_scale_a[i] = inverse_scale[int64_t(line / kLinesPerScale) * scale_stride + row];
         }
-        const int end = min(line + run_lines, lines);
+        const int end = min(line + lines_per_restart, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
         // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
@@ -436,7 +435,8 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], unscales[i], sum[i][j]);
+            for (int j = 0; j < 16; ++j)
+                sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], inverse_scale_a[i], sum[i][j]);
         }
     } while (line < lines);
     epilogue(first_row + warp_row + lane / 4, first_column + warp_column + lane % 4 * 2, sum);
@@ -444,68 +444,67 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
 }
 // Stores a thread's sums to C (m, n), leaving out what lies outside C.
 __device__ __forceinline__ void store_values(
-    float* c, int row, int column, int m, int n, const float (&values)[4][16]) {
+    float* c, int thread_row, int thread_column, int m, int n, const float (&values)[4][16]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float* const c_row = c + (row + 8 * i) * int64_t(n);
+        const int row = row_of(thread_row, i);
+        float* const c_row = c + row * int64_t(n);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
-            const int own_column = column_of(column, j);
+            const int column = column_of(thread_column, j);
             const float first = values[i][j], second = values[i][j + 1];
-            const bool stores_first = row + 8 * i < m && own_column < n;
-            const bool stores_second = row + 8 * i < m && own_column + 1 < n;
-            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + own_column) = make_float2(first, second);
-            if (stores_first && n % 2 == 1) c_row[own_column] = first;
-            if (stores_second && n % 2 == 1) c_row[own_column + 1] = second;
+            const bool stores_first = row < m && column < n, stores_second = row < m && column + 1 < n;
+            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + column) = make_float2(first, second);
+            if (stores_first && n % 2 == 1) c_row[column] = first;
+            if (stores_second && n % 2 == 1) c_row[column + 1] = second;
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and computes doubtful sums again. All lanes of a
-// warp must call to_h, as they do that together.
+// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their threshold. All
+// lanes of a warp must call to_h, as they recompute together.
 struct LinearLayer {
     const float *x, *weight, *linear_bias;
     int m, n, k;
-    const float *unscale, *doubt;  // of x's m rows, then of W's n rows
-    // values[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet
-    // by that of W's.
-    __device__ __forceinline__ void to_h(int row, int column, float (&values)[4][16]) const {
-        uint64_t doubtful = 0;  // bit 16 i + j: the sum values[i][j] is doubtful
-        float unscale_x[4], doubt_x[4];
+    const float *inverse_scale, *threshold;  // of x's m rows, then of W's n rows
+    // The sums are already multiplied by inverse_scale of x's row, not yet by that of W's.
+    __device__ __forceinline__ void to_h(int thread_row, int thread_column, float (&values)[4][16]) const {
+        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its threshold
+        float inverse_scale_x[4], threshold_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool exists = row + 8 * i < m;
-            unscale_x[i] = exists ? unscale[row + 8 * i] : 1;
-            doubt_x[i] = exists ? doubt[row + 8 * i] : -INFINITY;
+            const int row = row_of(thread_row, i);
+            inverse_scale_x[i] = row < m ? inverse_scale[row] : 1;
+            threshold_x[i] = row < m ? threshold[row] : -INFINITY;
         }
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            const int own_column = min(column_of(column, j), n - 1);
-            const float unscale_w = unscale[m + own_column], bias_w = linear_bias[own_column];
-            const float doubt_w = column_of(column, j) < n ? doubt[m + own_column] : -INFINITY;
+            const int column = column_of(thread_column, j), row_w = min(column, n - 1);
+            const float inverse_scale_w = inverse_scale[m + row_w], bias_w = linear_bias[row_w];
+            const float threshold_w = column < n ? threshold[m + row_w] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float threshold = (doubt_x[i] + doubt_w) * unscale_x[i];
-                if (fabsf(values[i][j]) < threshold || threshold == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
-                values[i][j] = fmaf(values[i][j], unscale_w, bias_w);
+                const float limit = (threshold_x[i] + threshold_w) * inverse_scale_x[i];
+                if (fabsf(values[i][j]) < limit || limit == INFINITY) to_recompute |= uint64_t(1) << (16 * i + j);
+                values[i][j] = fmaf(values[i][j], inverse_scale_w, bias_w);
             }
         }
-        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute one, its owner
-        // keeps it. (The loop over constant indices keeps `values` in registers.)
-        while (const unsigned doubtful_lanes = __ballot_sync(~0u, doubtful != 0)) {
-            const int owner = __ffs(doubtful_lanes) - 1;
-            const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int64_t row_x = __shfl_sync(~0u, row, owner) + which / 16 * 8;
-            const int64_t row_w = __shfl_sync(~0u, column_of(column, which % 16), owner);
+        // The warp recomputes its lanes' sums one at a time: all 32 lanes compute one, and its owner keeps it. (The
+        // loop over constant indices keeps `values` in registers.)
+        while (const unsigned lanes = __ballot_sync(~0u, to_recompute != 0)) {
+            const int owner = __ffs(lanes) - 1;
+            const int index = __shfl_sync(~0u, __ffsll(to_recompute) - 1, owner);
+            const int64_t row_x = row_of(__shfl_sync(~0u, thread_row, owner), index / 16);
+            const int64_t row_w = __shfl_sync(~0u, column_of(thread_column, index % 16), owner);
             float sum = 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
             sum = reduce(sum, 32, __fadd_rn) + linear_bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
-            doubtful &= doubtful - 1;  // clears the lowest bit
+            to_recompute &= to_recompute - 1;  // clears the lowest bit
 #pragma unroll
             for (int i = 0; i < 64; ++i) {
                 float& value = values[i / 16][i % 16];
-                value = i == which ? sum : value;
+                value = i == index ? sum : value;
             }
         }
     }
@@ -519,110 +518,113 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     return cudaGetLastError();
 }
 template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
-    const float* unscale, int unscale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    const float* inverse_scale, int scale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // See Restarts. run_lines divides kScaleLines, as the scale may change after these.
-    const int lines = int(stride_of(k, 2) / kLineHalves), run_lines = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, run_lines, epilogue);
+    // See Restarts. lines_per_restart divides kLinesPerScale, as the scale may change after these.
+    const int lines = int(stride_of(k, 2) / kLineHalves), lines_per_restart = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(
+        a, b, inverse_scale, scale_stride, n, lines, lines_per_restart, epilogue);
     return cudaGetLastError();
 }
-// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets all rows' `unscale`, then all rows' `doubt`.
+// Splits x (m, k) and W, `rows` rows in all. scales_thresholds (2, rows): their inverse_scale, then their threshold.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
-    __half* pieces, float* unscale_doubt, cudaStream_t stream) {
-    int threads = 32;  // becomes the fewest that hold a row in registers, or 256
-    while (threads < 256 && 2 * kHeldPairs * threads < k) threads *= 2;
-    split_rows<PIECES>
-        <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, unscale_doubt, unscale_doubt + rows);
+    __half* pieces, float* scales_thresholds, cudaStream_t stream) {
+    int threads = 32;  // becomes the fewest that keep a whole row in registers, or 256
+    while (threads < 256 && 2 * kThreadPairs * threads < k) threads *= 2;
+    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(
+        x, w, int(m), int(k), pieces, scales_thresholds, scales_thresholds + rows);
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
 // every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
-// `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
-// with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
+// inverse_scale before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
+// with small values is scaled up like any other: its inverse_scale makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
-// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
-// rows are not used, and no sum is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is
-// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the `unscale` of 128 neighbouring
-// rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones are less
-// accurate than SGEMM's.
+// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The thresholds of
+// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled, which is
+// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the inverse_scale of 128
+// neighbouring rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones
+// are less accurate than SGEMM's.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
 //     B, split         W (n, k)                      x (m, k)
-//     unscale_a        [n / 128, rounded up][m]      [m / 128, rounded up][n]
-constexpr int kSide = 128;  // rows, and columns, of G that a block splits
-static_assert(kSide == kScaleLines * kLineK, "a block knows all values that have one scale");
-constexpr int kSharedStride = kSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
+//     inverse_scale_a  [n / 128, rounded up][m]      [m / 128, rounded up][n]
+constexpr int kSquareSide = 128;  // a block splits a square of G, of as many rows and columns
+static_assert(kSquareSide == kLinesPerScale * kLineK, "a block knows all values that have one scale");
+constexpr int kSquareStride = kSquareSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
 constexpr int kSplitGradientThreads = 256;
-// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time take a row of A,
-// 128 values of it, and each lane two neighbours of every 32. They multiply the values by the `unscale_b` of B's rows,
-// find the largest, and store the pieces to four lines of `pieces`, and the `unscale` of the 128 to `unscale_a`.
-__global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const float* __restrict__ g, int m, int n,
-    bool wgrad, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
+// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then every 16 lanes take one row of A
+// after another: 128 values, of which a lane has two neighbours of every 32. They multiply the values by the
+// inverse_scale_b of B's rows, find the largest, and write the pieces, four lines, and the 128's inverse_scale_a.
+__global__ void __launch_bounds__(kSplitGradientThreads)
+    split_gradient(const float* __restrict__ g, int m, int n, bool wgrad, const float* __restrict__ inverse_scale_b,
+        __half* __restrict__ pieces, float* __restrict__ inverse_scale_a) {
     extern __shared__ float square[];
-    const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
+    const int first_row = blockIdx.y * kSquareSide, first_column = blockIdx.x * kSquareSide;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitGradientThreads) {
-        const int row = first_row + i / kSide, column = first_column + i % kSide;
-        square[i / kSide * kSharedStride + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
+    for (int i = threadIdx.x; i < kSquareSide * kSquareSide; i += kSplitGradientThreads) {
+        const int row = first_row + i / kSquareSide, column = first_column + i % kSquareSide;
+        square[i / kSquareSide * kSquareStride + i % kSquareSide] =
+            row < m && column < n ? g[int64_t(row) * n + column] : 0;
     }
     __syncthreads();
     // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
-    const int row_stride = wgrad ? 1 : kSharedStride, k_stride = wgrad ? kSharedStride : 1;
+    const int row_stride = wgrad ? 1 : kSquareStride, k_stride = wgrad ? kSquareStride : 1;
     const int rows = wgrad ? n : m, terms = wgrad ? m : n, row_lane = threadIdx.x % 16;
     const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
     const int64_t stride = stride_of(terms, 2);
-    for (int i = threadIdx.x / 16; i < kSide; i += kSplitGradientThreads / 16) {
+    for (int i = threadIdx.x / 16; i < kSquareSide; i += kSplitGradientThreads / 16) {
         const int row = first_a_row + i;
-        float values[kSide / 16], largest = 0;
+        float values[kSquareSide / 16], largest = 0;
 #pragma unroll
-        for (int j = 0; j < kSide / 16; ++j) {
-            const int own_k = j / 2 * 32 + row_lane * 2 + j % 2;
-            const float factor = first_k + own_k < terms ? unscale_b[first_k + own_k] : 0;
-            values[j] = square[i * row_stride + own_k * k_stride] * factor;
+        for (int j = 0; j < kSquareSide / 16; ++j) {
+            const int k_in_square = j / 2 * 32 + row_lane * 2 + j % 2;
+            const float factor = first_k + k_in_square < terms ? inverse_scale_b[first_k + k_in_square] : 0;
+            values[j] = square[i * row_stride + k_in_square * k_stride] * factor;
             largest = fmaxf(largest, finite_magnitude(values[j]));
         }
         const int exponent = scale_exponent(reduce(largest, 16, fmaxf));
         const float scale = power_of_two(exponent);
         if (row >= rows) continue;
 #pragma unroll
-        for (int j = 0; j < kSide / 16; j += 2) {
+        for (int j = 0; j < kSquareSide / 16; j += 2) {
             const int k = first_k + j / 2 * 32 + row_lane * 2;
             if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
         }
-        if (row_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (row_lane == 0) inverse_scale_a[int64_t(first_k / kSquareSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue of the gradients: stores C as it is
     float* out;
     int m, n;
-    __device__ __forceinline__ void operator()(int row, int column, float (&values)[4][16]) const {
-        store_values(out, row, column, m, n, values);
+    __device__ __forceinline__ void operator()(int thread_row, int thread_column, float (&values)[4][16]) const {
+        store_values(out, thread_row, thread_column, m, n, values);
     }
 };
-// Writes dX = G W, `other` being W (n, k), or, if wgrad, dW = G^T x, `other` being x (m, k), to `out`.
-// pieces_a, unscale_a, pieces_b and unscale_doubt_b are scratch memory.
-extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+// Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or x (m, k). The four after `out` are scratch.
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
+    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    cudaStream_t stream) {
     const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
     __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
-    launch_split<2>(other, nullptr, terms, terms, k, halves_b, unscale_doubt_b, stream);
-    constexpr int kBytes = kSide * kSharedStride * int(sizeof(float));
+    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, scales_thresholds_b, stream);
+    constexpr int kBytes = kSquareSide * kSquareStride * int(sizeof(float));
     const int error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
+    const dim3 blocks(unsigned(divide_up(n, kSquareSide)), unsigned(divide_up(m, kSquareSide)));
     split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
-        g, int(m), int(n), wgrad, unscale_doubt_b, halves_a, unscale_a);
+        g, int(m), int(n), wgrad, scales_thresholds_b, halves_a, inverse_scale_a);
     const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    return launch_multiply<true>(a, b, unscale_a, int(rows), int(k), terms, epilogue, stream);
+    return launch_multiply<true>(a, b, inverse_scale_a, int(rows), int(k), terms, epilogue, stream);
 }
 
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
@@ -635,7 +637,7 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 // start. Each thread keeps 32 values of each tensor in registers. A pack is 16 bytes. With P threads in the group:
 //
 //     pack of the row       0   1  ...  P - 1    P   P + 1  ...  2 P - 1   ...    those beyond 32 P values
-//     held by thread        0   1  ...  P - 1    0   1      ...  P - 1     ...    none: read again from memory or L2
+//     kept by thread        0   1  ...  P - 1    0   1      ...  P - 1     ...    none: read again from memory or L2
 //
 // A row's group is the smallest of 8, 16, ..., 256 threads that holds it, or else 256.
 constexpr int kBlockThreads = 256;
@@ -665,21 +667,21 @@ template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT]
 
 // Makes the compiler believe that the pack changed. Otherwise it would convert bfloat16 to float once and keep the
 // floats, in twice the registers: at the benchmark shape row_gradients would take 46 us instead of 32 (H200).
-template <class Sixteen> __device__ __forceinline__ void optimization_barrier(Sixteen& bytes) {
-    uint4& v = reinterpret_cast<uint4&>(bytes);
-    asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
+template <class Pack16> __device__ __forceinline__ void optimization_barrier(Pack16& pack) {
+    uint4& words = reinterpret_cast<uint4&>(pack);
+    asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
-// A thread's part of one row of several (m, n) tensors. `rank` is the thread's number in its group, from 0 on. The
-// threads of rows from m on have no packs.
-template <typename T, int TENSORS> struct HeldRow {
-    static constexpr int V = 16 / sizeof(T), kHeldPacks = kThreadValues / V;
+// A thread's part of one row of several (m, n) tensors. `rank` is the thread's number in its group, from 0 on. If the
+// row is m or more, its threads have no packs.
+template <typename T, int TENSORS> struct ThreadRow {
+    static constexpr int V = 16 / sizeof(T), kThreadPacks = kThreadValues / V;
     using RowPack = Pack<T, V>;
     int64_t row;
     int n, group_threads, rank, packs_of_row;
     const RowPack* from[TENSORS];
-    RowPack held[TENSORS][kHeldPacks];
+    RowPack packs[TENSORS][kThreadPacks];  // the first of the thread's packs of each tensor
 
-    __device__ __forceinline__ HeldRow(const T* const (&tensors)[TENSORS], int64_t m, int n, int group_threads)
+    __device__ __forceinline__ ThreadRow(const T* const (&tensors)[TENSORS], int64_t m, int n, int group_threads)
         : row(int64_t(blockIdx.x) * (kBlockThreads / group_threads) + threadIdx.x / group_threads),
           n(n),
           group_threads(group_threads),
@@ -689,9 +691,9 @@ template <typename T, int TENSORS> struct HeldRow {
         for (int t = 0; t < TENSORS; ++t) {
             from[t] = reinterpret_cast<const RowPack*>(tensors[t] + row * n);
 #pragma unroll
-            for (int i = 0; i < kHeldPacks; ++i) {
+            for (int i = 0; i < kThreadPacks; ++i) {
                 const int index = rank + i * group_threads;
-                if (index < packs_of_row) held[t][i] = from[t][index];
+                if (index < packs_of_row) packs[t][i] = from[t][index];
             }
         }
     }
@@ -699,24 +701,24 @@ template <typename T, int TENSORS> struct HeldRow {
     template <class Use> __device__ __forceinline__ void for_each_pack(const Use& use) const {
         RowPack pack[TENSORS];
 #pragma unroll
-        for (int i = 0; i < kHeldPacks; ++i) {
+        for (int i = 0; i < kThreadPacks; ++i) {
             const int index = rank + i * group_threads;
 #pragma unroll
             for (int t = 0; t < TENSORS; ++t) {
-                pack[t] = held[t][i];
+                pack[t] = packs[t][i];
                 optimization_barrier(pack[t]);
             }
             if (index < packs_of_row) use(pack, index);
         }
-        for (int index = rank + kHeldPacks * group_threads; index < packs_of_row; index += group_threads) {
+        for (int index = rank + kThreadPacks * group_threads; index < packs_of_row; index += group_threads) {
 #pragma unroll
             for (int t = 0; t < TENSORS; ++t) pack[t] = from[t][index];
             use(pack, index);
         }
     }
-    // Calls value(v) for each column, where v[t] is that of tensor t, and stores the results to row `row` of `to`, if
-    // that is not null.
-    template <class Value> __device__ __forceinline__ void store(T* to, const Value& value) const {
+    // Calls formula(v) for each of the thread's columns, where v[t] is the value of tensor t, and stores the results to
+    // row `row` of `to`, if that is not null.
+    template <class Formula> __device__ __forceinline__ void store(T* to, const Formula& formula) const {
         for_each_pack([&](const auto& pack, int index) {
             RowPack result;
 #pragma unroll
@@ -724,7 +726,7 @@ template <typename T, int TENSORS> struct HeldRow {
                 float v[TENSORS];
 #pragma unroll
                 for (int t = 0; t < TENSORS; ++t) v[t] = float(pack[t].value[j]);
-                result.value[j] = T(value(v));
+                result.value[j] = T(formula(v));
             }
             if (to != nullptr) reinterpret_cast<RowPack*>(to + row * n)[index] = result;
         });
@@ -758,50 +760,55 @@ template <class Row> __device__ __forceinline__ RowStatistics row_statistics(con
         sums[1] += squares;
     });
     sum_group(sums, row.group_threads);
-    const float squares = sums[1] * share;
-    // If squares is infinite, rstd is to be 0. An infinite mean_lo would make a NaN of the difference, inf - inf.
-    const float mean_lo = isinf(squares) ? 0 : sums[0] * share;
+    const float mean_square = sums[1] * share;
+    // If mean_square is infinite, rstd is to be 0. An infinite mean_lo would make a NaN of the difference, inf - inf.
+    const float mean_lo = isinf(mean_square) ? 0 : sums[0] * share;
     // fmaxf turns a NaN into 0. But then mean_lo is NaN, too, and so is the whole row of the output.
-    const float variance = fmaxf(squares - mean_lo * mean_lo, 0);
+    const float variance = fmaxf(mean_square - mean_lo * mean_lo, 0);
     return {mean[0], mean_lo, 1 / sqrtf(variance + eps)};
 }
 
 // A group of threads owns a row.
 template <typename T> __global__ void __launch_bounds__(kBlockThreads)
     finish_rows(const T* h, const T* y, T* out, int64_t m, int n, float eps, int group_threads) {
-    const HeldRow<T, 2> row({h, y}, m, n, group_threads);
+    const ThreadRow<T, 2> row({h, y}, m, n, group_threads);
     const RowStatistics statistics = row_statistics(row, eps);
-    row.store(out, [&](const float (&v)[2]) { return (statistics.normalise(v[0]) + v[1]) * v[1]; });
+    row.store(out, [&](const float (&v)[2]) {
+        const auto& [h, y] = v;
+        return (statistics.normalise(h) + y) * y;
+    });
 }
 
 // With z as above and d = grad * y, which is z's gradient:
 //     grad_y = grad * (z + y) + d;    G = rstd * (d - mean(d) - z * mean(d z))
 // A group of threads owns a row. Tensor cores truncate, so |h| is a little too small, and the statistics' rstd too
-// large, by the fraction `truncation` (see _truncation_of in Python). G, written to g, is computed from an rstd without
-// this error. grad_y is null if it is not wanted.
+// large, by the fraction `truncation` (see _truncation_of in Python). G, written to g, is computed from a corrected
+// rstd. grad_y is null if it is not wanted.
 template <typename T> __global__ void __launch_bounds__(kBlockThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* g, T* grad_y, int64_t m, int n, float eps, float truncation, int group_threads) {
-    const HeldRow<T, 3> row({h, y, grad}, m, n, group_threads);
+    const ThreadRow<T, 3> row({h, y, grad}, m, n, group_threads);
     const RowStatistics statistics = row_statistics(row, eps);
     float sums[2] = {};  // of d, of d z
     row.store(grad_y, [&](const float (&v)[3]) {
-        const float z = statistics.normalise(v[0]), d = v[2] * v[1];
+        const auto& [h, y, grad] = v;
+        const float z = statistics.normalise(h), d = grad * y;
         sums[0] += d;
         sums[1] = fmaf(d, z, sums[1]);
-        return fmaf(v[2], z + v[1], d);
+        return fmaf(grad, z + y, d);
     });
     sum_group(sums, group_threads);
     const float mean_d = sums[0] / n, mean_dz = sums[1] / n;
     const float rstd = fmaf(statistics.rstd, -truncation, statistics.rstd);
     row.store(g, [&](const float (&v)[3]) {
-        const float z = statistics.normalise(v[0]), d = v[2] * v[1];
+        const auto& [h, y, grad] = v;
+        const float z = statistics.normalise(h), d = grad * y;
         return rstd * (d - mean_d - z * mean_dz);
     });
 }
 
-// Without grad: writes the network's output to out. With it: G to out, and y's gradient to grad_y, unless that is null.
-// All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
-extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
+// If grad is null, writes the network's output to out_or_g. Otherwise writes G to out_or_g, and y's gradient to grad_y,
+// unless that is null. All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
+extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out_or_g, void* grad_y,
     int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream) {
     int group_threads = 8;
     while (group_threads < kBlockThreads && group_threads * kThreadValues < n) group_threads *= 2;
@@ -809,12 +816,12 @@ extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* 
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        T *const to = static_cast<T*>(out), *const to_grad_y = static_cast<T*>(grad_y);
+        T* const to = static_cast<T*>(out_or_g);
         if (grad == nullptr) {
             finish_rows<<<blocks, kBlockThreads, 0, stream>>>(as(h), as(y), to, m, int(n), eps, group_threads);
         } else {
             row_gradients<<<blocks, kBlockThreads, 0, stream>>>(
-                as(h), as(y), as(grad), to, to_grad_y, m, int(n), eps, truncation, group_threads);
+                as(h), as(y), as(grad), to, static_cast<T*>(grad_y), m, int(n), eps, truncation, group_threads);
         }
     });
 }
@@ -824,19 +831,20 @@ extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* 
 struct StoreLinear {
     LinearLayer linear;
     float* h;
-    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
-        linear.to_h(row, column, v);
-        store_values(h, row, column, linear.m, linear.n, v);
+    __device__ __forceinline__ void operator()(int thread_row, int thread_column, float (&values)[4][16]) const {
+        linear.to_h(thread_row, thread_column, values);
+        store_values(h, thread_row, thread_column, linear.m, linear.n, values);
     }
 };
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
-    float* unscale_doubt, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    float* scales_thresholds, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     __half* const halves = static_cast<__half*>(pieces);
-    launch_split<2>(x, weight, m, m + n, k, halves, unscale_doubt, stream);
+    launch_split<2>(x, weight, m, m + n, k, halves, scales_thresholds, stream);
     const int64_t stride = stride_of(k, 2);
     const Operand a = {halves, int(m), stride}, b = {halves + m * stride, int(n), stride};
-    const LinearLayer linear = {x, weight, linear_bias, int(m), int(n), int(k), unscale_doubt, unscale_doubt + m + n};
-    return launch_multiply<false>(a, b, unscale_doubt, 0, int(n), k, StoreLinear{linear, h}, stream);
+    const LinearLayer linear = {
+        x, weight, linear_bias, int(m), int(n), int(k), scales_thresholds, scales_thresholds + m + n};
+    return launch_multiply<false>(a, b, scales_thresholds, 0, int(n), k, StoreLinear{linear, h}, stream);
 }
 """
 
@@ -856,16 +864,17 @@ CPP_SOURCE = r"""
 namespace {
 // ---- The product in C++: the same text in both linear_*.py. ----
 
-// dX = G W, `other` being W (n, k); or, if wgrad, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
-at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
-    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(wgrad ? 0 : 1) == other.sym_size(0),
+// dX = G W or, if wgrad, dW = G^T x, in float32. G is (m, n), and w_or_x is W (n, k) or, if wgrad, x (m, k).
+at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& w_or_x, bool wgrad) {
+    TORCH_CHECK(g.dim() == 2 && w_or_x.dim() == 2 && g.sym_size(wgrad ? 0 : 1) == w_or_x.sym_size(0),
         "g (m, n), and W (n, k) or x (m, k)");
-    return at::empty_symint({g.sym_size(wgrad ? 1 : 0), other.sym_size(1)}, g.options());
+    return at::empty_symint({g.sym_size(wgrad ? 1 : 0), w_or_x.sym_size(1)}, g.options());
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
+    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -890,19 +899,19 @@ void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0,
         "float32 matrices of 1 to 2^24 - 1 rows and columns");
 }
-at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
+at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& w_or_x, bool wgrad) {
     const c10::cuda::CUDAGuard guard(g.device());
-    const at::Tensor out = gradient_product_meta(g, other, wgrad);
-    const at::Tensor aligned_g = aligned(g), aligned_other = aligned(other);
-    const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
+    const at::Tensor out = gradient_product_meta(g, w_or_x, wgrad);
+    const at::Tensor aligned_g = aligned(g), aligned_w_or_x = aligned(w_or_x);
+    const int64_t m = g.size(0), n = g.size(1), k = w_or_x.size(1);
     check_product(g, m, n, k);
-    const int64_t rows = out.size(0), terms = other.size(0);
+    const int64_t rows = out.size(0), terms = w_or_x.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
-    const at::Tensor unscale_a = at::empty({(terms + 127) / 128, rows}, g.options());
-    const at::Tensor unscale_doubt_b = at::empty({2, terms}, g.options());
+    const at::Tensor inverse_scale_a = at::empty({(terms + 127) / 128, rows}, g.options());
+    const at::Tensor scales_thresholds_b = at::empty({2, terms}, g.options());
     check_launch(
-        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
-            floats(unscale_a), pieces_b.data_ptr(), floats(unscale_doubt_b), m, n, k, current_stream()));
+        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_w_or_x), floats(out), pieces_a.data_ptr(),
+            floats(inverse_scale_a), pieces_b.data_ptr(), floats(scales_thresholds_b), m, n, k, current_stream()));
     return out;
 }
 #endif
@@ -949,8 +958,8 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
             const double mean = sum / n;
 #pragma omp simd reduction(+ : squares)
             for (int64_t i = 0; i < n; ++i) squares += (h_row[i] - mean) * (h_row[i] - mean);
-            const float mean_hi = float(mean), mean_lo = float(mean - mean_hi),
-                        rstd = float(1 / std::sqrt(squares / n + eps));
+            const float mean_hi = float(mean), mean_lo = float(mean - mean_hi);
+            const float rstd = float(1 / std::sqrt(squares / n + eps));
 #pragma omp simd
             for (int64_t i = 0; i < n; ++i) out_row[i] = ((h_row[i] - mean_hi - mean_lo) * rstd + y_row[i]) * y_row[i];
         }
@@ -960,8 +969,8 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
 
 #ifdef WITH_CUDA
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
-    float* unscale_doubt, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
-extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
+    float* scales_thresholds, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out_or_g, void* grad_y,
     int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream);
 
 at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -970,9 +979,9 @@ at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const at::
     const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight), aligned_bias = aligned(bias);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
-    const at::Tensor pieces = empty_pieces(m + n, k, 2, x), unscale_doubt = at::empty({2, m + n}, x.options());
+    const at::Tensor pieces = empty_pieces(m + n, k, 2, x), scales_thresholds = at::empty({2, m + n}, x.options());
     check_launch(launch_product(floats(aligned_x), floats(aligned_weight), floats(aligned_bias), floats(h),
-        pieces.data_ptr(), floats(unscale_doubt), m, n, k, current_stream()));
+        pieces.data_ptr(), floats(scales_thresholds), m, n, k, current_stream()));
     return h;
 }
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
@@ -1003,7 +1012,7 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, 
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor bias) -> Tensor");
-    m.def("gradient_product(Tensor g, Tensor other, bool wgrad) -> Tensor");
+    m.def("gradient_product(Tensor g, Tensor w_or_x, bool wgrad) -> Tensor");
     m.def("finish(Tensor h, Tensor y, float eps) -> Tensor");
     m.def("finish_backward(Tensor grad, Tensor h, Tensor y, float eps, float truncation, bool needs_grad_y)"
           " -> (Tensor, Tensor)");
@@ -1135,7 +1144,7 @@ _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.exp
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def _are_plain_tensors(x: torch.Tensor, *rest: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and dtype, with no autocast, transform or _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1144,7 +1153,7 @@ def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
     if type(x) not in _TYPES or x.dtype not in _DTYPES or not (x.is_cpu or x.is_cuda and torch.version.cuda):
         return False
     device, dtype = x.device, x.dtype
-    for t in (x, *others):  # a loop, as all() takes the host a microsecond more
+    for t in (x, *rest):  # a loop, as all() takes the host a microsecond more
         if type(t) not in _TYPES or t.layout is not torch.strided or t.dtype is not dtype or t.device != device:
             return False
     return True
@@ -1164,8 +1173,8 @@ def _allows_tf32() -> bool:
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
 
 
-# As torch.compiler.assume_constant_result does, without importing torch._dynamo. If one of PyTorch's settings changes,
-# it compiles anew.
+# What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. If one of PyTorch's settings
+# changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 
@@ -1173,12 +1182,12 @@ NAMESPACE = _load("linear_instance_norm_residual")
 _operators = getattr(torch.ops, NAMESPACE)
 # x86 CPUs without instructions for bfloat16: from 32 rows on, bfloat16 layers are 2 to 4 times as fast in float32, the
 # conversions included. float16 layers are computed in float32 there, too.
-_WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
-# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
-# product: compute capability 8.0, 9.0, 10.0 and 10.3. There one fp16 product by mma.sync is 16 (8.0) or 7 times as fast
-# as SGEMM. It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
+_CPU_LACKS_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
+# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's float32 product:
+# compute capability 8.0, 9.0, 10.0 and 10.3. There an fp16 product by mma.sync is 16 (8.0) or 7 times as fast as SGEMM.
+# It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
 _GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
-_BY_PIECES = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]}
+_SPLIT_GPUS = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]}
 
 
 def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1189,19 +1198,19 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _are_plain_tensors(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
-_MOST = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
+_MAX_SIZE = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
     """Whether a product (m, k) by (k, n) is so large that the split saves time. m n = 2^20 sums are 128 tiles, about
     one for each SM. For 2^30 multiplications SGEMM takes some 40 us on an H100, several times what our launches take.
-    If m, n or k is small, the split takes longer than the product saves. For larger sizes than _MOST a launch of
+    If m, n or k is small, the split takes longer than the product saves. For larger sizes than _MAX_SIZE a launch of
     split_gradient would have more blocks than a grid may have."""
-    known = bool
+    is_true = bool
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
-        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
-    in_range = all(known(size >= 128) and known(size <= _MOST) for size in (m, n, k))
-    return in_range and known(m * n >= 2**20) and known(m * n * k >= 2**30)
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as is_true
+    in_range = all(is_true(size >= 128) and is_true(size <= _MAX_SIZE) for size in (m, n, k))
+    return in_range and is_true(m * n >= 2**20) and is_true(m * n * k >= 2**30)
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1215,25 +1224,25 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _is_large(x.shape[0], *weight.shape) and _is_layer(linear, x)
 
 
-def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_pieces: bool = True) -> torch.Tensor:
-    """dX = G W, where `other` is W; or, if wgrad, dW = G^T x, where `other` is x. G is the gradient of h."""
-    (m, n), k = g.shape, other.shape[1]
+def _gradient_product(g: torch.Tensor, w_or_x: torch.Tensor, wgrad: bool, by_pieces: bool = True) -> torch.Tensor:
+    """dX = G W or, if wgrad, dW = G^T x, where G is the gradient of h."""
+    (m, n), k = g.shape, w_or_x.shape[1]
     large = _is_large(n, k, m) if wgrad else _is_large(m, k, n)
     if large and by_pieces and not torch.is_grad_enabled():  # else by what PyTorch can differentiate
-        return _operators.gradient_product(g, other, wgrad)
-    return g.t().mm(other) if wgrad else g.mm(other)
+        return _operators.gradient_product(g, w_or_x, wgrad)
+    return g.t().mm(w_or_x) if wgrad else g.mm(w_or_x)
 
 
 def _in_float32(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether 16-bit inputs are computed in float32, and only the output is rounded.
 
-    On a CPU from 32 rows on, below which that is no faster. In a program that is exported, for any number of rows: to
-    ask for it would fix it. On a GPU if the product is small and dX or the bias's gradient has fewer than 64 values.
-    Each value is a long sum whose terms cancel (each row of G is orthogonal to that of h). Errors of rounding do not
-    average out over so few values: for one row in float16, the error of dX was 70 times eager's. For 2^22
-    multiplications the conversions take a few microseconds.
+    On a CPU from 32 rows on, below which that is no faster. An exported program does so for any number of rows, as a
+    condition on that number would restrict it. On a GPU if the product is small and dX or the bias's gradient has fewer
+    than 64 values. Each value is a long sum whose terms cancel (each row of G is orthogonal to that of h). Errors of
+    rounding do not average out over so few values: for one row in float16, the error of dX was 70 times eager's. For
+    2^22 multiplications the conversions take a few microseconds.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or (x.is_cpu and not _WITHOUT_BF16):
+    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or (x.is_cpu and not _CPU_LACKS_BF16):
         return False
     if not _is_layer(linear, x):
         return False
@@ -1269,8 +1278,8 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
     return h * y
 
 
-def _fits(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the operators may stand for the Model's lines from h on."""
+def _is_supported(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the operators may replace the Model's lines from h on."""
     if not _is_bare(norm) or not _are_plain_tensors(h, y) or h.dim() != 2 or h.shape != y.shape:
         return False
     n = h.shape[1]
@@ -1280,12 +1289,12 @@ def _fits(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
 def _finish(
     norm: nn.Module, h: torch.Tensor, y: torch.Tensor, truncation: float = 0, upcast: bool = False
 ) -> torch.Tensor:
-    """What follows the linear layer. `upcast`: h and y are float32 and of 16 bits in the Model.
+    """What follows the linear layer. `upcast`: h and y are float32, but have 16 bits in the Model.
 
-    Then PyTorch's norm gets h without each row's first value. The mean of equal float32 values may differ from
-    them by a rounding error; if they are large, rstd makes it large. Of 16-bit values PyTorch has the exact mean.
+    If so, PyTorch's norm gets each row minus its first value. The mean of equal float32 values may differ from them by
+    a rounding error, which rstd makes large if the values are. Of equal 16-bit values PyTorch has the exact mean.
     """
-    if isinstance(h, torch.Tensor) and _fits(norm, h, y):
+    if isinstance(h, torch.Tensor) and _is_supported(norm, h, y):
         if not _is_recorded(h, y):
             return _operators.finish(h, y, norm.eps)
         if h.is_cuda and h.numel() > 0:
@@ -1296,9 +1305,9 @@ def _finish(
 def _truncation_of(k: int) -> float:
     """By what fraction |h|, and so 1 / rstd, is too small on average, because tensor cores truncate.
 
-    It is the larger the longer an accumulator goes on before it restarts, which is 32 of K, from K = 1024 on 64, and
-    from 4096 on 128 (launch_multiply). It was measured, for K from 128 to 20000, to be 0.33, 1.13 and 2.9 times
-    2^-23 for these lengths. In z the errors of h and of rstd cancel, but all of h's gradients would be too large.
+    It grows with the part of K after which the accumulators restart: 32, from K = 1024 on 64, and from 4096 on 128
+    (launch_multiply). For these it was measured, at K from 128 to 20000, to be 0.33, 1.13 and 2.9 times 2^-23. In z the
+    errors of h and of rstd cancel. But without a correction all of h's gradients would be too large.
     """
     return (0.33 if k < 1024 else 1.13 if k < 4096 else 2.9) * 2**-23
 
@@ -1339,8 +1348,8 @@ class RowNormResidual(torch.autograd.Function):
             h, y = h.view_as(h), y.view_as(y)
             out = _finish_plainly(nn.InstanceNorm2d(1, eps=eps), h, y)
             wanted = [t for t, need in zip((h, y), needs) if need]
-            of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            gradients = [next(of_wanted) if need else None for need in needs]
+            wanted_gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            gradients = [next(wanted_gradients) if need else None for need in needs]
         else:
             gradients = _operators.finish_backward(grad, h, y, eps, ctx.truncation, needs[1])
         return *(g if need else None for g, need in zip(gradients, needs)), None, None
@@ -1367,7 +1376,7 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         linear, norm = self.bmm, self.instance_norm
-        if _is_large_layer(linear, x) and x.device.index in _BY_PIECES and not _allows_tf32():
+        if _is_large_layer(linear, x) and x.device.index in _SPLIT_GPUS and not _allows_tf32():
             tensors = x, linear.weight, linear.bias
             h = LinearByPieces.apply(*tensors) if _is_recorded(*tensors) else _operators.forward(*tensors)
             return _finish(norm, h, y, _truncation_of(x.shape[1]))

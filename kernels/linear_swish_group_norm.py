@@ -5,35 +5,37 @@
 
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-The fast path is taken (`_fits`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value per
-feature, and there are at most `_MOST` features; all are of one dtype, float32, float16 or bfloat16; a group has 16, 32,
-64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast, transforms or tracing, and no export to
-ONNX or for training. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own
-lines (on a CPU perhaps in float32: `_is_upcast`). With hooks on the linear layer alone, what follows it is still fused
-if nothing needs gradients.
+The fast path is taken (`_is_supported`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value
+per feature, and there are at most `_MAX_SIZE` features; all are of one dtype, float32, float16 or bfloat16; a group has
+16, 32, 64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast, transforms or tracing, and no
+export to ONNX or for training. Everything else, and whatever needs gradients on a CPU, takes the plain path: the
+Model's own lines (on a CPU perhaps in float32: `_is_upcast`). With hooks on the linear layer alone, what follows it is
+still fused if nothing needs gradients.
 
 On a GPU the product x W^T is done in one of three ways:
-  - nn.Linear (cuBLAS) does all 16-bit products, and a float32 one if it is too small or has a side above `_MOST`
-    (`_is_large`), if no other way is faster (`_pays`) or if what follows does not fit (`_fits`). With grad mode off
-    Python launches it before it checks the rest, so that the GPU starts early.
+  - nn.Linear (cuBLAS) does all 16-bit products, and a float32 one that is too small or has a side above `_MAX_SIZE`
+    (`_is_large`), that no other way makes faster (`_split_pays`), or whose layer is not on the fast path. With grad
+    mode off Python launches it before it checks the rest, so that the GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
     products in place of the float32 one. The result is at least as accurate as cuBLAS's. (Gradients are, too, unless
     features or rows differ in size by more than 2^19: see "The gradients dX = G W".)
-  - Where TF32 is allowed, groups have 64 features, it pays and no program is exported (`_pays`), each number is rounded
-    to fp16, which has TF32's 11 bits, and cuBLAS multiplies these, at twice the rate of TF32.
+  - Where TF32 is allowed, other float32 products with groups of 64 features are done in fp16, if that saves time and no
+    program is exported (`_split_pays`): each number is rounded to fp16, which has TF32's 11 bits, and cuBLAS multiplies
+    these, at twice the rate of TF32.
 If groups have 64 features, the second way's kernel does all that follows the product in its epilogue. After the third
 way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `finish_groups` turns h into the output.
 
 In the backward `group_gradients` finds G, the gradient of h, and `add_partials` adds up the gradients of both biases,
 gamma and beta. Then dX = G W and dW = G^T x: large ones by three fp16 products if the forward's was, others by cuBLAS.
 
-On a CPU, threads finish the groups of PyTorch's product; float32 groups of 16 only if h is small or large (`_fits`).
-16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" in CUDA_SOURCE first.
+On a CPU, nn.Linear computes h, and threads finish its groups; float32 groups of 16 only if h is small or large
+(`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" in
+CUDA_SOURCE first.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; x, W and the output take 0.69 GB; the split
 reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
 eager, with backward 7.59 ms, 3.05x; TF32 allowed (`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57
-ms, 4.9x. Without TF32, GPUs not in `_BY_PIECES`, such as compute capability 8.6, get cuBLAS's float32 product. An H200
+ms, 4.9x. Without TF32, GPUs not in `_SPLIT_GPUS`, such as compute capability 8.6, get cuBLAS's float32 product. An H200
 that was made to do so was 1.43 times as fast as eager.
 """
 
@@ -53,7 +55,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
-// Read "The groups of linear_swish_group_norm" first. They follow "The gradients dX = G W and dW = G^T x", far below.
+// Read "The groups of linear_swish_group_norm" first, a section far below, after "The gradients dX = G W".
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
@@ -64,7 +66,7 @@ CUDA_SOURCE = r"""
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
 //     x (m, k) --.
-//                 split_rows --> pieces, unscale, doubt           in device memory
+//                 split_rows --> pieces, inverse_scale, threshold    in device memory
 //     W (n, k) --'                  |
 //                                   |  cp.async
 //                      stages, a line of K each                   in shared memory
@@ -87,46 +89,45 @@ CUDA_SOURCE = r"""
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
 // sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
-// 2^-21 S, since K is 128 or more (`_is_large`). On `_BY_PIECES`'s GPUs tensor cores multiply fp16 7 or 16 times as
-// fast as SGEMM float32.
+// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` tensor cores multiply fp16 7 or 16
+// times as fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
-// its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by the inverses of both rows' scales, `unscale`.
-// For example, 0.3 in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832,
-// as fp16 numbers of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6 = 22944 -
-// 6.398 - 0.002. Of x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
+// its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
+// in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 numbers
+// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6 = 22944 - 6.398 - 0.002. Of
+// x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
-// the sum. After every 32 of K it adds the accumulator, times `unscale` of A's row, to the sum, in float32 with
-// rounding, and restarts at zero; from K = 1024 on after every 64, and from 4096 on after every 128, since SGEMM's
-// errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128 in place of 64
-// 4% less. But then its errors could be 1.2 times SGEMM's.)
+// the sum. After every 32 of K the thread adds the accumulator, times `inverse_scale` of A's row, to the sum, in
+// float32 with rounding, and restarts the accumulator at zero. From K = 1024 on it does so after every 64, and from
+// 4096 on after every 128, since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9%
+// less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Doubt. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few bits.
-// If other terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp
-// computes it again in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger
-// than the others, that takes far longer than SGEMM.) From 2^-14 upwards fp16 has 11 significant bits. Smaller fp16
-// numbers are multiples of 2^-24, so rounding errs by up to 2^-25. Of a value between 2^-14 and 2^-2, hi still has its
-// 11 bits, but lo is at most 2^-14.
+// Thresholds. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few
+// bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs by up
+// to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other terms make
+// the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes it in
+// float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest, that
+// takes far longer than SGEMM.)
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
 //     the coarse values do no harm.
-//   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `doubt`. If |sum| is
-//     below its two rows' doubts added up, it is doubtful: the epilogue computes it again in float32, from x and W.
-//     That happens to some 3 of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K (an
-//     estimate).
-//   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `unscale` of up to 2^60
-//     they are finite. A row with a finite value of 2^75 or more has an `unscale` above 2^60, so its doubt is +infinity
-//     and its sums are computed again. If a row's values are all 0, infinite or NaN, its doubt is -infinity. Its sums
-//     are then 0 or not finite. They stay as they are: even with the other row's +infinity, the doubts add up to NaN,
-//     below which nothing lies. (With two pieces an infinity makes NaN, as its lo is inf - inf. The norm would make it
-//     NaN anyway.)
+//   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `threshold`. If
+//     |sum| is below its two rows' thresholds added up, the epilogue recomputes it in float32, from x and W. By an
+//     estimate that happens to 3 of 10^6 sums of normally distributed operands at K = 8192, less often at smaller K.
+//   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `inverse_scale` of up to
+//     2^60 they are finite. A row with a finite value of 2^75 or more has an `inverse_scale` above 2^60. So its
+//     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
+//     is -infinity, and its sums are 0 or not finite. They are not recomputed: -infinity and the other row's threshold
+//     add up to -infinity or, if that is +infinity, to NaN, and no sum is below either. (With two pieces an infinity
+//     makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -136,7 +137,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits errs by more, so smaller doubts would do: see Range in hopper/linear_*.py.)
+// 11 bits errs by more, so smaller thresholds would do: see Range in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -159,19 +160,17 @@ CUDA_SOURCE = r"""
 // each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
 // transposes B on its way to registers.
 
-constexpr int kLineK = 32;  // values in a line, each as two pieces: what a stage has of K
+constexpr int kLineK = 32;  // values of a row in a line, each as two pieces: what a stage has of K
 constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
-constexpr int kTileRows = 64;
-constexpr int kTileColumns = 128;
+constexpr int kTileRows = 64, kTileColumns = 128;
 constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
 constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
-constexpr int kBand = 16;  // rows of tiles in a band (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
-constexpr int kScaleLines = 4;  // in the gradients these lines of a row of A, 128 of K, have a scale of their own
+constexpr int kBandHeight = 16;  // in tiles (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
+constexpr int kLinesPerScale = 4;  // in the gradients every four lines of a row of A, 128 of K, have their own scale
 // Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
 // as many accumulators in registers: 128 of the 255 that it may have.
 constexpr int kMultiplyThreads = 128;
-constexpr int kMmasDown = 2;  // in a warp's 32 rows: an mma has 16
-constexpr int kMmasAcross = 8;  // in a warp's 64 columns: an mma has 8
+constexpr int kMmasDown = 2, kMmasAcross = 8;  // of 16 rows and 8 columns each: a warp's 32 rows and 64 columns
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
@@ -200,31 +199,31 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
 }
 // Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r, then scales and
-// splits the row, and stores its pieces, unscale[r] and doubt[r]. Between the two steps each of its at most 256 threads
-// keeps 32 values in registers. A row of more than 8192 values does not fit, and what is beyond these is read twice.
-// (If all values were read twice, the forward would take 2% to 7% longer on an H200.)
-constexpr int kHeldPairs = 16;  // pairs of neighbouring values that a thread keeps
+// splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. Between the two steps each of its at most
+// 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values were read
+// twice, the forward would take 2% to 7% longer on an H200.)
+constexpr int kThreadPairs = 16;  // pairs of neighbouring values that a thread keeps in registers
 template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
-    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* unscale, float* doubt) {
+    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* inverse_scale, float* threshold) {
     // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
     __shared__ unsigned largest_bits;
     __shared__ int coarse_count;  // of the row
     const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
-    const float* const values = row < m ? x + row * k : w + (row - m) * k;
+    const float* const row_values = row < m ? x + row * k : w + (row - m) * k;
     __half* const row_pieces = pieces + row * stride;
     const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
     const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
         if (i >= k) return make_float2(0, 0);
-        if (k % 2 == 0) return *reinterpret_cast<const float2*>(values + i);
-        return make_float2(values[i], i + 1 < k ? values[i + 1] : 0);
+        if (k % 2 == 0) return *reinterpret_cast<const float2*>(row_values + i);
+        return make_float2(row_values[i], i + 1 < k ? row_values[i + 1] : 0);
     };
-    float2 held[kHeldPairs];
+    float2 pairs[kThreadPairs];
 #pragma unroll
-    for (int p = 0; p < kHeldPairs; ++p) held[p] = load_pair(first_value + p * step);
-    const auto for_each_pair = [&](const auto& use) {  // calls use(i, pair) for this thread's pairs, and zeros beyond
+    for (int p = 0; p < kThreadPairs; ++p) pairs[p] = load_pair(first_value + p * step);
+    const auto for_each_pair = [&](const auto& use) {  // of this thread; beyond the row they are zeros
 #pragma unroll
-        for (int p = 0; p < kHeldPairs; ++p) use(first_value + p * step, held[p]);
-        for (int i = first_value + kHeldPairs * step; i < padded_k; i += step) use(i, load_pair(i));
+        for (int p = 0; p < kThreadPairs; ++p) use(first_value + p * step, pairs[p]);
+        for (int i = first_value + kThreadPairs * step; i < padded_k; i += step) use(i, load_pair(i));
     };
     if (threadIdx.x == 0) largest_bits = coarse_count = 0;
     __syncthreads();
@@ -247,9 +246,9 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
     __syncthreads();
     if (threadIdx.x > 0) return;
-    unscale[row] = power_of_two(-exponent);
-    // An exponent below -60: `unscale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
-    doubt[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
+    inverse_scale[row] = power_of_two(-exponent);
+    // An exponent below -60: `inverse_scale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
+    threshold[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
 }
 
 // Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
@@ -287,50 +286,50 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 
 // Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
 struct Operand {
-    const __half* halves;
+    const __half* pieces;
     int rows;
     int64_t stride;
 };
 // This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
 // a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
 // to the stage. Past the last line of K, start copies nothing, but moves from_a and from_b past the end, unread.
-template <bool MN_MAJOR> struct Copies {
-    static constexpr int kStep = kMultiplyThreads / 8;
+template <bool MN_MAJOR> struct StageCopies {
+    static constexpr int kRowStep = kMultiplyThreads / 8;
     const Operand &a, &b;
     int first_row, first_column, n, lines, stage_row;  // stage_row: the first of this thread's rows of a stage
-    uint32_t to;
+    uint32_t to_stages;  // where this thread's first chunk goes in the first stage
     const __half *from_a, *from_b;
-    __device__ __forceinline__ Copies(
+    __device__ __forceinline__ StageCopies(
         const Operand& a, const Operand& b, int first_row, int first_column, int n, int lines, uint32_t stages)
         : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
         const int chunk = threadIdx.x % 8;
-        to = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
-        from_a = a.halves + (first_row + stage_row) * a.stride + chunk * 8;
-        from_b = b.halves +
+        to_stages = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
+        from_a = a.pieces + (first_row + stage_row) * a.stride + chunk * 8;
+        from_b = b.pieces +
             (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
     }
     __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
-        const uint32_t stage_to = to + line % kStages * kStageBytes;
+        const uint32_t to = to_stages + line % kStages * kStageBytes;
 #pragma unroll
-        for (int i = 0; i < kTileRows && line < lines; i += kStep) {
-            copy_async(stage_to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
+        for (int i = 0; i < kTileRows && line < lines; i += kRowStep) {
+            copy_async(to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
         }
 #pragma unroll
-        for (int i = 0; i < kTileColumns && line < lines; i += kStep) {
+        for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
             const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
             const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
-            copy_async(stage_to + (kTileRows + i) * kLineBytes, source, exists);
+            copy_async(to + (kTileRows + i) * kLineBytes, source, exists);
         }
         from_a += kLineHalves;
         from_b += MN_MAJOR ? kLineK * b.stride : kLineHalves;
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
-// Loads a quarter from a stage, as operands of mma. to[i] has the warp's rows of A or, for B, its columns of C: those
-// from 16 i to 16 i + 15. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
+// Loads a quarter from a stage, as operands of mma. to[i] gets rows 16 i to 16 i + 15 of the warp's rows of A or, of B,
+// as many of the warp's columns of C. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -338,7 +337,7 @@ template <bool MN_MAJOR> struct Copies {
 //
 // Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
 // row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
-// and a warp's 64 columns two lines. to[i] is 16 of line i / 2's columns, half i % 2: their hi or their lo. A lane
+// and a warp's 64 columns are two lines. to[i] gets hi or lo of 16 columns: those of half i % 2 of line i / 2. A lane
 // starts at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16
 // q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
@@ -358,35 +357,37 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
         for (int j = 0; j < kMmasAcross; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// A thread has 16 sums of a row. This is the column of sum j, if `column` is that of sum 0.
-__device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. The accumulators of `run_lines` lines,
-// from `line` on, are multiplied by unscale[line / kScaleLines * unscale_stride + A's row] and added to the sums. (With
-// unscale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the unscale of B's rows; in the
-// gradients split_gradient has multiplied A by it.) At the end each thread calls epilogue(row, column, values) once,
-// with its 4 x 16 sums: values[i][j] is C[row + 8 i][column_of(column, j)], which may be outside C. Four neighbouring
-// lanes together hold 64 consecutive columns of the same four rows.
-template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2)
-    multiply(const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ unscale,
-        int unscale_stride, int n, int lines, int run_lines, const __grid_constant__ Epilogue epilogue) {
+// Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
+__device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
+__device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines,
+// the first being `line`, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's
+// row] and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by
+// the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
+// epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be outside C. Four
+// neighbouring lanes together hold 64 consecutive columns of the same four rows.
+template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
+    const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
+    int scale_stride, int n, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
     extern __shared__ __align__(128) unsigned char stages[];
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    // Blocks compute the tiles of a band, kBand rows of tiles, column by column. So L2 still holds the band's rows of
-    // A, and the column's of B, when the next tile needs them.
+    // Blocks compute the tiles of a band, kBandHeight rows of tiles, column by column. So L2 still holds the band's
+    // rows of A, and the column's rows of B, when the next tile needs them.
     const int tiles_across = int(divide_up(n, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
-    const int band_start = blockIdx.x / (kBand * tiles_across) * kBand, in_band = blockIdx.x % (kBand * tiles_across);
-    const int band_height = min(kBand, tiles_down - band_start), first_column = in_band / band_height * kTileColumns;
-    const int first_row = (band_start + in_band % band_height) * kTileRows;
-    Copies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
+    const int band_tiles = kBandHeight * tiles_across, band_start = blockIdx.x / band_tiles * kBandHeight;
+    const int index_in_band = blockIdx.x % band_tiles, band_height = min(kBandHeight, tiles_down - band_start);
+    const int first_column = index_in_band / band_height * kTileColumns;
+    const int first_row = (band_start + index_in_band % band_height) * kTileRows;
+    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // warp_column is right as a number of stage rows MN-major, too: 64 columns are two lines, of 32 rows each.
+    // Also if MN-major, the warp's part of B begins warp_column rows down: its 64 columns are two lines of 32 rows.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -403,13 +404,13 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     float sum[4][16] = {};
     int line = 0;
     do {
-        float acc[kMmasDown][kMmasAcross][4] = {}, unscales[4];  // `unscale` of four rows of A
+        float acc[kMmasDown][kMmasAcross][4] = {}, inverse_scale_a[4];  // of the thread's four rows of A
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = min(first_row + warp_row + i * 8 + lane / 4, a.rows - 1);
-            unscales[i] = unscale[int64_t(line / kScaleLines) * unscale_stride + row];
+            const int row = min(row_of(first_row + warp_row + lane / 4, i), a.rows - 1);
+            inverse_scale_a[i] = inverse_scale[int64_t(line / kLinesPerScale) * scale_stride + row];
         }
-        const int end = min(line + run_lines, lines);
+        const int end = min(line + lines_per_restart, lines);
         // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
         //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
         // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
@@ -443,7 +444,8 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
-            for (int j = 0; j < 16; ++j) sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], unscales[i], sum[i][j]);
+            for (int j = 0; j < 16; ++j)
+                sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], inverse_scale_a[i], sum[i][j]);
         }
     } while (line < lines);
     epilogue(first_row + warp_row + lane / 4, first_column + warp_column + lane % 4 * 2, sum);
@@ -451,68 +453,67 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
 }
 // Stores a thread's sums to C (m, n), leaving out what lies outside C.
 __device__ __forceinline__ void store_values(
-    float* c, int row, int column, int m, int n, const float (&values)[4][16]) {
+    float* c, int thread_row, int thread_column, int m, int n, const float (&values)[4][16]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float* const c_row = c + (row + 8 * i) * int64_t(n);
+        const int row = row_of(thread_row, i);
+        float* const c_row = c + row * int64_t(n);
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {
-            const int own_column = column_of(column, j);
+            const int column = column_of(thread_column, j);
             const float first = values[i][j], second = values[i][j + 1];
-            const bool stores_first = row + 8 * i < m && own_column < n;
-            const bool stores_second = row + 8 * i < m && own_column + 1 < n;
-            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + own_column) = make_float2(first, second);
-            if (stores_first && n % 2 == 1) c_row[own_column] = first;
-            if (stores_second && n % 2 == 1) c_row[own_column + 1] = second;
+            const bool stores_first = row < m && column < n, stores_second = row < m && column + 1 < n;
+            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + column) = make_float2(first, second);
+            if (stores_first && n % 2 == 1) c_row[column] = first;
+            if (stores_second && n % 2 == 1) c_row[column + 1] = second;
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and computes doubtful sums again. All lanes of a
-// warp must call to_h, as they do that together.
+// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their threshold. All
+// lanes of a warp must call to_h, as they recompute together.
 struct LinearLayer {
     const float *x, *weight, *linear_bias;
     int m, n, k;
-    const float *unscale, *doubt;  // of x's m rows, then of W's n rows
-    // values[i][j] is the sum of row + 8 i and column_of(column, j), already multiplied by unscale of x's row, not yet
-    // by that of W's.
-    __device__ __forceinline__ void to_h(int row, int column, float (&values)[4][16]) const {
-        uint64_t doubtful = 0;  // bit 16 i + j: the sum values[i][j] is doubtful
-        float unscale_x[4], doubt_x[4];
+    const float *inverse_scale, *threshold;  // of x's m rows, then of W's n rows
+    // The sums are already multiplied by inverse_scale of x's row, not yet by that of W's.
+    __device__ __forceinline__ void to_h(int thread_row, int thread_column, float (&values)[4][16]) const {
+        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its threshold
+        float inverse_scale_x[4], threshold_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool exists = row + 8 * i < m;
-            unscale_x[i] = exists ? unscale[row + 8 * i] : 1;
-            doubt_x[i] = exists ? doubt[row + 8 * i] : -INFINITY;
+            const int row = row_of(thread_row, i);
+            inverse_scale_x[i] = row < m ? inverse_scale[row] : 1;
+            threshold_x[i] = row < m ? threshold[row] : -INFINITY;
         }
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            const int own_column = min(column_of(column, j), n - 1);
-            const float unscale_w = unscale[m + own_column], bias_w = linear_bias[own_column];
-            const float doubt_w = column_of(column, j) < n ? doubt[m + own_column] : -INFINITY;
+            const int column = column_of(thread_column, j), row_w = min(column, n - 1);
+            const float inverse_scale_w = inverse_scale[m + row_w], bias_w = linear_bias[row_w];
+            const float threshold_w = column < n ? threshold[m + row_w] : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float threshold = (doubt_x[i] + doubt_w) * unscale_x[i];
-                if (fabsf(values[i][j]) < threshold || threshold == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
-                values[i][j] = fmaf(values[i][j], unscale_w, bias_w);
+                const float limit = (threshold_x[i] + threshold_w) * inverse_scale_x[i];
+                if (fabsf(values[i][j]) < limit || limit == INFINITY) to_recompute |= uint64_t(1) << (16 * i + j);
+                values[i][j] = fmaf(values[i][j], inverse_scale_w, bias_w);
             }
         }
-        // The warp computes the doubtful sums of its lanes again, one at a time: all 32 lanes compute one, its owner
-        // keeps it. (The loop over constant indices keeps `values` in registers.)
-        while (const unsigned doubtful_lanes = __ballot_sync(~0u, doubtful != 0)) {
-            const int owner = __ffs(doubtful_lanes) - 1;
-            const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
-            const int64_t row_x = __shfl_sync(~0u, row, owner) + which / 16 * 8;
-            const int64_t row_w = __shfl_sync(~0u, column_of(column, which % 16), owner);
+        // The warp recomputes its lanes' sums one at a time: all 32 lanes compute one, and its owner keeps it. (The
+        // loop over constant indices keeps `values` in registers.)
+        while (const unsigned lanes = __ballot_sync(~0u, to_recompute != 0)) {
+            const int owner = __ffs(lanes) - 1;
+            const int index = __shfl_sync(~0u, __ffsll(to_recompute) - 1, owner);
+            const int64_t row_x = row_of(__shfl_sync(~0u, thread_row, owner), index / 16);
+            const int64_t row_w = __shfl_sync(~0u, column_of(thread_column, index % 16), owner);
             float sum = 0;
 #pragma unroll 1
             for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
             sum = reduce(sum, 32, __fadd_rn) + linear_bias[row_w];
             if (threadIdx.x % 32 != owner) continue;
-            doubtful &= doubtful - 1;  // clears the lowest bit
+            to_recompute &= to_recompute - 1;  // clears the lowest bit
 #pragma unroll
             for (int i = 0; i < 64; ++i) {
                 float& value = values[i / 16][i % 16];
-                value = i == which ? sum : value;
+                value = i == index ? sum : value;
             }
         }
     }
@@ -526,110 +527,113 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     return cudaGetLastError();
 }
 template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
-    const float* unscale, int unscale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    const float* inverse_scale, int scale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
-    // See Restarts. run_lines divides kScaleLines, as the scale may change after these.
-    const int lines = int(stride_of(k, 2) / kLineHalves), run_lines = k < 1024 ? 1 : k < 4096 ? 2 : 4;
-    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(a, b, unscale, unscale_stride, n, lines, run_lines, epilogue);
+    // See Restarts. lines_per_restart divides kLinesPerScale, as the scale may change after these.
+    const int lines = int(stride_of(k, 2) / kLineHalves), lines_per_restart = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(
+        a, b, inverse_scale, scale_stride, n, lines, lines_per_restart, epilogue);
     return cudaGetLastError();
 }
-// Splits x (m, k) and W, `rows` rows in all. `unscale_doubt` gets all rows' `unscale`, then all rows' `doubt`.
+// Splits x (m, k) and W, `rows` rows in all. scales_thresholds (2, rows): their inverse_scale, then their threshold.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
-    __half* pieces, float* unscale_doubt, cudaStream_t stream) {
-    int threads = 32;  // becomes the fewest that hold a row in registers, or 256
-    while (threads < 256 && 2 * kHeldPairs * threads < k) threads *= 2;
-    split_rows<PIECES>
-        <<<unsigned(rows), threads, 0, stream>>>(x, w, int(m), int(k), pieces, unscale_doubt, unscale_doubt + rows);
+    __half* pieces, float* scales_thresholds, cudaStream_t stream) {
+    int threads = 32;  // becomes the fewest that keep a whole row in registers, or 256
+    while (threads < 256 && 2 * kThreadPairs * threads < k) threads *= 2;
+    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(
+        x, w, int(m), int(k), pieces, scales_thresholds, scales_thresholds + rows);
 }
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
 // every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
-// `unscale` before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
-// with small values is scaled up like any other: its `unscale` makes G's column (or row) small instead.
+// inverse_scale before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
+// with small values is scaled up like any other: its inverse_scale makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
-// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The doubts of B's
-// rows are not used, and no sum is computed again: a coarse value of A or B is off by at most 2^-25, scaled, which is
-// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the `unscale` of 128 neighbouring
-// rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones are less
-// accurate than SGEMM's.
+// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The thresholds of
+// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled, which is
+// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the inverse_scale of 128
+// neighbouring rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones
+// are less accurate than SGEMM's.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
 //     B, split         W (n, k)                      x (m, k)
-//     unscale_a        [n / 128, rounded up][m]      [m / 128, rounded up][n]
-constexpr int kSide = 128;  // rows, and columns, of G that a block splits
-static_assert(kSide == kScaleLines * kLineK, "a block knows all values that have one scale");
-constexpr int kSharedStride = kSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
+//     inverse_scale_a  [n / 128, rounded up][m]      [m / 128, rounded up][n]
+constexpr int kSquareSide = 128;  // a block splits a square of G, of as many rows and columns
+static_assert(kSquareSide == kLinesPerScale * kLineK, "a block knows all values that have one scale");
+constexpr int kSquareStride = kSquareSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
 constexpr int kSplitGradientThreads = 256;
-// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then 16 lanes at a time take a row of A,
-// 128 values of it, and each lane two neighbours of every 32. They multiply the values by the `unscale_b` of B's rows,
-// find the largest, and store the pieces to four lines of `pieces`, and the `unscale` of the 128 to `unscale_a`.
-__global__ void __launch_bounds__(kSplitGradientThreads) split_gradient(const float* __restrict__ g, int m, int n,
-    bool wgrad, const float* __restrict__ unscale_b, __half* __restrict__ pieces, float* __restrict__ unscale_a) {
+// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then every 16 lanes take one row of A
+// after another: 128 values, of which a lane has two neighbours of every 32. They multiply the values by the
+// inverse_scale_b of B's rows, find the largest, and write the pieces, four lines, and the 128's inverse_scale_a.
+__global__ void __launch_bounds__(kSplitGradientThreads)
+    split_gradient(const float* __restrict__ g, int m, int n, bool wgrad, const float* __restrict__ inverse_scale_b,
+        __half* __restrict__ pieces, float* __restrict__ inverse_scale_a) {
     extern __shared__ float square[];
-    const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
+    const int first_row = blockIdx.y * kSquareSide, first_column = blockIdx.x * kSquareSide;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < kSide * kSide; i += kSplitGradientThreads) {
-        const int row = first_row + i / kSide, column = first_column + i % kSide;
-        square[i / kSide * kSharedStride + i % kSide] = row < m && column < n ? g[int64_t(row) * n + column] : 0;
+    for (int i = threadIdx.x; i < kSquareSide * kSquareSide; i += kSplitGradientThreads) {
+        const int row = first_row + i / kSquareSide, column = first_column + i % kSquareSide;
+        square[i / kSquareSide * kSquareStride + i % kSquareSide] =
+            row < m && column < n ? g[int64_t(row) * n + column] : 0;
     }
     __syncthreads();
     // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
-    const int row_stride = wgrad ? 1 : kSharedStride, k_stride = wgrad ? kSharedStride : 1;
+    const int row_stride = wgrad ? 1 : kSquareStride, k_stride = wgrad ? kSquareStride : 1;
     const int rows = wgrad ? n : m, terms = wgrad ? m : n, row_lane = threadIdx.x % 16;
     const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
     const int64_t stride = stride_of(terms, 2);
-    for (int i = threadIdx.x / 16; i < kSide; i += kSplitGradientThreads / 16) {
+    for (int i = threadIdx.x / 16; i < kSquareSide; i += kSplitGradientThreads / 16) {
         const int row = first_a_row + i;
-        float values[kSide / 16], largest = 0;
+        float values[kSquareSide / 16], largest = 0;
 #pragma unroll
-        for (int j = 0; j < kSide / 16; ++j) {
-            const int own_k = j / 2 * 32 + row_lane * 2 + j % 2;
-            const float factor = first_k + own_k < terms ? unscale_b[first_k + own_k] : 0;
-            values[j] = square[i * row_stride + own_k * k_stride] * factor;
+        for (int j = 0; j < kSquareSide / 16; ++j) {
+            const int k_in_square = j / 2 * 32 + row_lane * 2 + j % 2;
+            const float factor = first_k + k_in_square < terms ? inverse_scale_b[first_k + k_in_square] : 0;
+            values[j] = square[i * row_stride + k_in_square * k_stride] * factor;
             largest = fmaxf(largest, finite_magnitude(values[j]));
         }
         const int exponent = scale_exponent(reduce(largest, 16, fmaxf));
         const float scale = power_of_two(exponent);
         if (row >= rows) continue;
 #pragma unroll
-        for (int j = 0; j < kSide / 16; j += 2) {
+        for (int j = 0; j < kSquareSide / 16; j += 2) {
             const int k = first_k + j / 2 * 32 + row_lane * 2;
             if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
         }
-        if (row_lane == 0) unscale_a[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+        if (row_lane == 0) inverse_scale_a[int64_t(first_k / kSquareSide) * rows + row] = power_of_two(-exponent);
     }
 }
 struct StoreProduct {  // the epilogue of the gradients: stores C as it is
     float* out;
     int m, n;
-    __device__ __forceinline__ void operator()(int row, int column, float (&values)[4][16]) const {
-        store_values(out, row, column, m, n, values);
+    __device__ __forceinline__ void operator()(int thread_row, int thread_column, float (&values)[4][16]) const {
+        store_values(out, thread_row, thread_column, m, n, values);
     }
 };
-// Writes dX = G W, `other` being W (n, k), or, if wgrad, dW = G^T x, `other` being x (m, k), to `out`.
-// pieces_a, unscale_a, pieces_b and unscale_doubt_b are scratch memory.
-extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+// Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or x (m, k). The four after `out` are scratch.
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
+    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    cudaStream_t stream) {
     const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
     __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
-    launch_split<2>(other, nullptr, terms, terms, k, halves_b, unscale_doubt_b, stream);
-    constexpr int kBytes = kSide * kSharedStride * int(sizeof(float));
+    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, scales_thresholds_b, stream);
+    constexpr int kBytes = kSquareSide * kSquareStride * int(sizeof(float));
     const int error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
+    const dim3 blocks(unsigned(divide_up(n, kSquareSide)), unsigned(divide_up(m, kSquareSide)));
     split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
-        g, int(m), int(n), wgrad, unscale_doubt_b, halves_a, unscale_a);
+        g, int(m), int(n), wgrad, scales_thresholds_b, halves_a, inverse_scale_a);
     const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
-    return launch_multiply<true>(a, b, unscale_a, int(rows), int(k), terms, epilogue, stream);
+    return launch_multiply<true>(a, b, inverse_scale_a, int(rows), int(k), terms, epilogue, stream);
 }
 
 // ---- The groups of linear_swish_group_norm ----
@@ -662,20 +666,20 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
 template <int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
     const float share = 1.0f / (lanes * COUNT);  // multiplies each term of the mean: the plain sum could overflow
-    float mean = 0, mean_lo = 0, squares = 0;
+    float mean = 0, deviations = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
     mean = reduce(mean, lanes, __fadd_rn);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
-        mean_lo += v[i];
+        deviations += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
-    squares = reduce(squares, lanes, __fadd_rn) * share;
-    mean_lo = reduce(mean_lo, lanes, __fadd_rn) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) mean_lo = 0;  // rstd is to be 0: an infinite mean_lo would make it NaN, by inf - inf
-    rstd = reciprocal_sqrt(fmaf(-mean_lo, mean_lo, squares) + eps);
+    const float mean_square = reduce(squares, lanes, __fadd_rn) * share;
+    float mean_lo = reduce(deviations, lanes, __fadd_rn) * share;  // what the rounding of the mean left over
+    if (isinf(mean_square)) mean_lo = 0;  // rstd is to be 0: an infinite mean_lo would make it NaN, by inf - inf
+    rstd = reciprocal_sqrt(fmaf(-mean_lo, mean_lo, mean_square) + eps);
     shift = -mean_lo * rstd;
 }
 // Turns a thread's COUNT values h of a group into the output. bias, gamma and beta are those of the values' columns.
@@ -694,54 +698,53 @@ struct StoreSwishGroupNorm {
     const float *bias, *gamma, *beta;
     float *h, *out;  // null where not wanted
     float eps;
-    __device__ __forceinline__ void operator()(int row, int column, float (&values)[4][16]) const {
+    __device__ __forceinline__ void operator()(int thread_row, int thread_column, float (&values)[4][16]) const {
         const int m = linear.m, n = linear.n;
-        linear.to_h(row, column, values);
-        if (h != nullptr) store_values(h, row, column, m, n, values);
+        linear.to_h(thread_row, thread_column, values);
+        if (h != nullptr) store_values(h, thread_row, thread_column, m, n, values);
         if (out == nullptr) return;
         float own_bias[16], own_gamma[16], own_beta[16];
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-            const int own_column = min(column_of(column, j), n - 1);
-            own_bias[j] = bias[own_column];
-            own_gamma[j] = gamma[own_column];
-            own_beta[j] = beta[own_column];
+            const int column = min(column_of(thread_column, j), n - 1);
+            own_bias[j] = bias[column];
+            own_gamma[j] = gamma[column];
+            own_beta[j] = beta[column];
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) finish_group(values[i], own_bias, own_gamma, own_beta, 4, eps);
-        store_values(out, row, column, m, n, values);
+        store_values(out, thread_row, thread_column, m, n, values);
     }
 };
-// Reads cuBLAS's product of hi and hi', which is still scaled, multiplies it by x's `unscale`, and calls the epilogue
-// as multiply does: a thread has the same 4 x 16 values. The epilogue may store h where the product was. (With four
-// blocks an SM instead of three, registers would spill.)
+// Reads cuBLAS's product of hi and hi', which is still scaled, multiplies it by x's inverse_scale, and calls the
+// epilogue as multiply does: a thread has the same 4 x 16 values. The epilogue may store h where the product was. (With
+// four blocks an SM instead of three, registers would spill.)
 __global__ void __launch_bounds__(kMultiplyThreads, 3)
     apply_epilogue(const float* product, const __grid_constant__ StoreSwishGroupNorm epilogue) {
     const int m = epilogue.linear.m, n = epilogue.linear.n, tiles_across = int(divide_up(n, kTileColumns));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    const int row = blockIdx.x / tiles_across * kTileRows + warp_row + lane / 4;
-    const int column = blockIdx.x % tiles_across * kTileColumns + warp_column + lane % 4 * 2;
+    const int thread_row = blockIdx.x / tiles_across * kTileRows + warp_row + lane / 4;
+    const int thread_column = blockIdx.x % tiles_across * kTileColumns + warp_column + lane % 4 * 2;
     float values[4][16];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int64_t own_row = row + 8 * i;
-        const float* const product_row = product + own_row * n;
-        const float unscale_x = own_row < m ? epilogue.linear.unscale[own_row] : 0;
+        const int64_t row = row_of(thread_row, i);
+        const float inverse_scale_x = row < m ? epilogue.linear.inverse_scale[row] : 0;
 #pragma unroll
         for (int j = 0; j < 16; j += 2) {  // n is even: with TF32 groups have 64 features
-            const int own_column = column_of(column, j);
+            const int column = column_of(thread_column, j);
             float2 pair = {};
-            if (own_row < m && own_column < n) pair = *reinterpret_cast<const float2*>(product_row + own_column);
-            values[i][j] = pair.x * unscale_x;
-            values[i][j + 1] = pair.y * unscale_x;
+            if (row < m && column < n) pair = *reinterpret_cast<const float2*>(product + row * n + column);
+            values[i][j] = pair.x * inverse_scale_x;
+            values[i][j + 1] = pair.y * inverse_scale_x;
         }
     }
-    epilogue(row, column, values);
+    epilogue(thread_row, thread_column, values);
 }
 // Turns h (m, n) into the output where no epilogue does it, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring
 // lanes hold a group. A thread has one pack, 16 bytes of columns, in each of kThreadRows rows, so it loads their bias,
 // gamma and beta once.
-constexpr int kThreadRows = 4;  // a thread has as many loads of h in flight
+constexpr int kThreadRows = 4;  // so a thread has four loads of h in flight
 template <typename T> __global__ void __launch_bounds__(256)
     finish_groups(const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma,
         const T* __restrict__ beta, T* __restrict__ out, int64_t m, unsigned packs_of_row, float eps, int lanes) {
@@ -757,7 +760,7 @@ template <typename T> __global__ void __launch_bounds__(256)
     load(own_bias, bias, 0);
     load(own_gamma, gamma, 0);
     load(own_beta, beta, 0);
-    // All four loads are issued before any is used. Rows past the end read the last row, and are not stored.
+    // All four loads are issued before any is used. In place of rows past the end the last row is read, and not stored.
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) load(values[r], h, min(thread_row + r, m - 1));
 #pragma unroll
@@ -800,7 +803,7 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
         const Pack<T, 4> own_h = load_pack(h, row), own_grad = load_pack(grad, row);
         Pack<T, 4> own_g;
         const float share = 1.0f / (4 * lanes);
-        float z[4], d[4], rstd, shift, mean_d = 0, mean_dz = 0;  // mean_d and mean_dz are first the sums of d and d z
+        float z[4], d[4], rstd, shift, sum_d = 0, sum_dz = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) z[i] = activation(float(own_h.value[i])) + float(own_bias.value[i]);
         center_group(z, lanes, eps, rstd, shift);
@@ -811,11 +814,11 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
             sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
             sums[3][i] += grad_i;
             d[i] = grad_i * float(own_gamma.value[i]);
-            mean_d += d[i];
-            mean_dz = fmaf(d[i], z[i], mean_dz);
+            sum_d += d[i];
+            sum_dz = fmaf(d[i], z[i], sum_dz);
         }
-        mean_d = reduce(mean_d, lanes, __fadd_rn) * share;
-        mean_dz = reduce(mean_dz, lanes, __fadd_rn) * share;
+        const float mean_d = reduce(sum_d, lanes, __fadd_rn) * share;
+        const float mean_dz = reduce(sum_dz, lanes, __fadd_rn) * share;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
@@ -832,8 +835,8 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
     for (int i = threadIdx.x; i < 4 * 128; i += 256) {
         float total = 0;
         for (int w = 0; w < 8; ++w) total += warp_sums[w][i / 128][i % 128];
-        const int own_column = first_column + i % 128;
-        if (own_column < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + own_column] = total;
+        const int sum_column = first_column + i % 128;
+        if (sum_column < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + sum_column] = total;
     }
 }
 // Adds up the partial sums of group_gradients' blocks, in double. `partials` is (count, 4 n). A block owns 32 of the
@@ -854,11 +857,11 @@ template <typename T> __global__ void __launch_bounds__(256)
 
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
 
-// Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, to `pieces`, for cuBLAS, and all rows' `unscale`,
-// then all rows' `doubt`, to `unscale_doubt`.
-extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* unscale_doubt, int64_t m,
+// Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, to `pieces`, for cuBLAS, and the rows'
+// inverse_scale, then their threshold, to `scales_thresholds`.
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales_thresholds, int64_t m,
     int64_t n, int64_t k, cudaStream_t stream) {
-    launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), unscale_doubt, stream);
+    launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), scales_thresholds, stream);
     return cudaGetLastError();
 }
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
@@ -866,8 +869,9 @@ extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces
 // product.
 extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
-    float* unscale_doubt, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
-    const LinearLayer linear = {x, weight, linear_bias, int(m), int(n), int(k), unscale_doubt, unscale_doubt + m + n};
+    float* scales_thresholds, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    const LinearLayer linear = {
+        x, weight, linear_bias, int(m), int(n), int(k), scales_thresholds, scales_thresholds + m + n};
     const StoreSwishGroupNorm epilogue = {linear, bias, gamma, beta, h, out, eps};
     if (product != nullptr) {
         const unsigned tiles = unsigned(divide_up(m, kTileRows) * divide_up(n, kTileColumns));
@@ -875,10 +879,10 @@ extern "C" int launch_forward(const float* x, const float* weight, const float* 
         return cudaGetLastError();
     }
     __half* const halves = static_cast<__half*>(pieces);
-    launch_split<2>(x, weight, m, m + n, k, halves, unscale_doubt, stream);
+    launch_split<2>(x, weight, m, m + n, k, halves, scales_thresholds, stream);
     const int64_t stride = stride_of(k, 2);
     const Operand a = {halves, int(m), stride}, b = {halves + m * stride, int(n), stride};
-    return launch_multiply<false>(a, b, unscale_doubt, 0, int(n), k, epilogue, stream);
+    return launch_multiply<false>(a, b, scales_thresholds, 0, int(n), k, epilogue, stream);
 }
 // From h (m, n), the linear layer's output: writes the network's output to out.
 extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
@@ -929,16 +933,17 @@ CPP_SOURCE = r"""
 namespace {
 // ---- The product in C++: the same text in both linear_*.py. ----
 
-// dX = G W, `other` being W (n, k); or, if wgrad, dW = G^T x, `other` being x (m, k). G is (m, n), in float32.
-at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
-    TORCH_CHECK(g.dim() == 2 && other.dim() == 2 && g.sym_size(wgrad ? 0 : 1) == other.sym_size(0),
+// dX = G W or, if wgrad, dW = G^T x, in float32. G is (m, n), and w_or_x is W (n, k) or, if wgrad, x (m, k).
+at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& w_or_x, bool wgrad) {
+    TORCH_CHECK(g.dim() == 2 && w_or_x.dim() == 2 && g.sym_size(wgrad ? 0 : 1) == w_or_x.sym_size(0),
         "g (m, n), and W (n, k) or x (m, k)");
-    return at::empty_symint({g.sym_size(wgrad ? 1 : 0), other.sym_size(1)}, g.options());
+    return at::empty_symint({g.sym_size(wgrad ? 1 : 0), w_or_x.sym_size(1)}, g.options());
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* other, float* out, void* pieces_a,
-    float* unscale_a, void* pieces_b, float* unscale_doubt_b, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
+    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -963,19 +968,19 @@ void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0,
         "float32 matrices of 1 to 2^24 - 1 rows and columns");
 }
-at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& other, bool wgrad) {
+at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& w_or_x, bool wgrad) {
     const c10::cuda::CUDAGuard guard(g.device());
-    const at::Tensor out = gradient_product_meta(g, other, wgrad);
-    const at::Tensor aligned_g = aligned(g), aligned_other = aligned(other);
-    const int64_t m = g.size(0), n = g.size(1), k = other.size(1);
+    const at::Tensor out = gradient_product_meta(g, w_or_x, wgrad);
+    const at::Tensor aligned_g = aligned(g), aligned_w_or_x = aligned(w_or_x);
+    const int64_t m = g.size(0), n = g.size(1), k = w_or_x.size(1);
     check_product(g, m, n, k);
-    const int64_t rows = out.size(0), terms = other.size(0);
+    const int64_t rows = out.size(0), terms = w_or_x.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
-    const at::Tensor unscale_a = at::empty({(terms + 127) / 128, rows}, g.options());
-    const at::Tensor unscale_doubt_b = at::empty({2, terms}, g.options());
+    const at::Tensor inverse_scale_a = at::empty({(terms + 127) / 128, rows}, g.options());
+    const at::Tensor scales_thresholds_b = at::empty({2, terms}, g.options());
     check_launch(
-        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_other), floats(out), pieces_a.data_ptr(),
-            floats(unscale_a), pieces_b.data_ptr(), floats(unscale_doubt_b), m, n, k, current_stream()));
+        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_w_or_x), floats(out), pieces_a.data_ptr(),
+            floats(inverse_scale_a), pieces_b.data_ptr(), floats(scales_thresholds_b), m, n, k, current_stream()));
     return out;
 }
 #endif
@@ -1017,14 +1022,14 @@ void finish_group_cpu(
     const double mean = sum / width;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < width; ++i) squares += (out[i] - mean) * (out[i] - mean);
-    const float mean_hi = float(mean), mean_lo = float(mean - mean_hi),
-                rstd = float(1 / std::sqrt(squares / width + eps));
+    const float mean_hi = float(mean), mean_lo = float(mean - mean_hi);
+    const float rstd = float(1 / std::sqrt(squares / width + eps));
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
-        // If a is not finite, out is computed by PyTorch's formula, so that it has PyTorch's inf and NaN.
-        const float a = rstd * gamma[i];
-        out[i] =
-            std::abs(a) < INFINITY ? (out[i] - mean_hi - mean_lo) * a + beta[i] : out[i] * a + (beta[i] - mean_hi * a);
+        // If `factor` is not finite, out is computed by PyTorch's formula, so that it has PyTorch's inf and NaN.
+        const float factor = rstd * gamma[i];
+        out[i] = std::abs(factor) < INFINITY ? (out[i] - mean_hi - mean_lo) * factor + beta[i]
+                                             : out[i] * factor + (beta[i] - mean_hi * factor);
     }
 }
 at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
@@ -1047,11 +1052,11 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Ten
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* unscale_doubt, int64_t m,
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales_thresholds, int64_t m,
     int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
-    float* unscale_doubt, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
+    float* scales_thresholds, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 extern "C" int64_t partials_count(int64_t m);
@@ -1082,26 +1087,26 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
     check_groups(n, groups);
-    const bool finishes = n == 64 * groups, stores_h = returns_h || !finishes;
-    TORCH_CHECK(finishes || !tf32, "where TF32 is allowed, groups of 64 features");
+    const bool epilogue_finishes = n == 64 * groups, stores_h = returns_h || !epilogue_finishes;
+    TORCH_CHECK(epilogue_finishes || !tf32, "where TF32 is allowed, groups of 64 features");
     const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight);
     const at::Tensor aligned_linear_bias = aligned(linear_bias), aligned_bias = aligned(bias);
     const at::Tensor aligned_gamma = aligned(gamma), aligned_beta = aligned(beta);
-    const at::Tensor pieces = empty_pieces(m + n, k, tf32 ? 1 : 2, x),
-                     unscale_doubt = at::empty({2, m + n}, x.options());
+    const at::Tensor pieces = empty_pieces(m + n, k, tf32 ? 1 : 2, x);
+    const at::Tensor scales_thresholds = at::empty({2, m + n}, x.options());
     at::Tensor h;
     if (tf32) {
         check_launch(launch_split_hi(floats(aligned_x), floats(aligned_weight), pieces.data_ptr(),
-            floats(unscale_doubt), m, n, k, current_stream()));
+            floats(scales_thresholds), m, n, k, current_stream()));
         h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
     } else if (stores_h) {
         h = at::empty_like(out);
     }
     check_launch(launch_forward(floats(aligned_x), floats(aligned_weight), floats(aligned_linear_bias),
         floats(aligned_bias), floats(aligned_gamma), floats(aligned_beta), tf32 ? floats(h) : nullptr,
-        stores_h ? floats(h) : nullptr, finishes ? floats(out) : nullptr, pieces.data_ptr(), floats(unscale_doubt), m,
-        n, k, float(eps), current_stream()));
-    return {finishes ? out : finish_cuda(h, bias, gamma, beta, groups, eps), returns_h ? h : no_h};
+        stores_h ? floats(h) : nullptr, epilogue_finishes ? floats(out) : nullptr, pieces.data_ptr(),
+        floats(scales_thresholds), m, n, k, float(eps), current_stream()));
+    return {epilogue_finishes ? out : finish_cuda(h, bias, gamma, beta, groups, eps), returns_h ? h : no_h};
 }
 std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
     const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps) {
@@ -1125,7 +1130,7 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
           "float eps, bool tf32, bool returns_h) -> (Tensor, Tensor)");
-    m.def("gradient_product(Tensor g, Tensor other, bool wgrad) -> Tensor");
+    m.def("gradient_product(Tensor g, Tensor w_or_x, bool wgrad) -> Tensor");
     m.def("finish(Tensor h, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps) -> Tensor");
     m.def("finish_backward(Tensor grad, Tensor h, Tensor bias, Tensor gamma, int groups, float eps)"
           " -> (Tensor, Tensor)");
@@ -1257,7 +1262,7 @@ _TYPES = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: as in torch.exp
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
+def _are_plain_tensors(x: torch.Tensor, *rest: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and dtype, with no autocast, transform or _exports_layers."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1266,7 +1271,7 @@ def _are_plain_tensors(x: torch.Tensor, *others: torch.Tensor) -> bool:
     if type(x) not in _TYPES or x.dtype not in _DTYPES or not (x.is_cpu or x.is_cuda and torch.version.cuda):
         return False
     device, dtype = x.device, x.dtype
-    for t in (x, *others):  # a loop, as all() takes the host a microsecond more
+    for t in (x, *rest):  # a loop, as all() takes the host a microsecond more
         if type(t) not in _TYPES or t.layout is not torch.strided or t.dtype is not dtype or t.device != device:
             return False
     return True
@@ -1290,8 +1295,8 @@ def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a floa
     return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
-# As torch.compiler.assume_constant_result does, without importing torch._dynamo. If one of PyTorch's settings changes,
-# it compiles anew.
+# What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. If one of PyTorch's settings
+# changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _adds_in_fp16._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
@@ -1300,14 +1305,14 @@ NAMESPACE = _load("linear_swish_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
 # x86 CPUs without instructions for bfloat16: from 32 rows on, bfloat16 layers are 2 to 4 times as fast in float32, the
 # conversions included. float16 layers are computed in float32 there, too.
-_WITHOUT_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
-# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's single float32
-# product: compute capability 8.0, 9.0, 10.0 and 10.3. There one fp16 product by mma.sync is 16 (8.0) or 7 times as fast
-# as SGEMM. It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
+_CPU_LACKS_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
+# The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's float32 product:
+# compute capability 8.0, 9.0, 10.0 and 10.3. There an fp16 product by mma.sync is 16 (8.0) or 7 times as fast as SGEMM.
+# It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
 _GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
-_BY_PIECES = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]}
+_SPLIT_GPUS = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]}
 # The GPUs that have TF32. On others PyTorch multiplies in float32 even where TF32 is allowed.
-_HAVE_TF32 = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) >= (8, 0)}
+_TF32_GPUS = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) >= (8, 0)}
 
 
 def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1318,19 +1323,19 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _are_plain_tensors(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
-_MOST = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
+_MAX_SIZE = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
     """Whether a product (m, k) by (k, n) is so large that the split saves time. m n = 2^20 sums are 128 tiles, about
     one for each SM. For 2^30 multiplications SGEMM takes some 40 us on an H100, several times what our launches take.
-    If m, n or k is small, the split takes longer than the product saves. For larger sizes than _MOST a launch of
+    If m, n or k is small, the split takes longer than the product saves. For larger sizes than _MAX_SIZE a launch of
     split_gradient would have more blocks than a grid may have."""
-    known = bool
+    is_true = bool
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
-        from torch.fx.experimental.symbolic_shapes import statically_known_true as known
-    in_range = all(known(size >= 128) and known(size <= _MOST) for size in (m, n, k))
-    return in_range and known(m * n >= 2**20) and known(m * n * k >= 2**30)
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as is_true
+    in_range = all(is_true(size >= 128) and is_true(size <= _MAX_SIZE) for size in (m, n, k))
+    return in_range and is_true(m * n >= 2**20) and is_true(m * n * k >= 2**30)
 
 
 def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
@@ -1344,23 +1349,23 @@ def _is_large_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _is_large(x.shape[0], *weight.shape) and _is_layer(linear, x)
 
 
-def _gradient_product(g: torch.Tensor, other: torch.Tensor, wgrad: bool, by_pieces: bool = True) -> torch.Tensor:
-    """dX = G W, where `other` is W; or, if wgrad, dW = G^T x, where `other` is x. G is the gradient of h."""
-    (m, n), k = g.shape, other.shape[1]
+def _gradient_product(g: torch.Tensor, w_or_x: torch.Tensor, wgrad: bool, by_pieces: bool = True) -> torch.Tensor:
+    """dX = G W or, if wgrad, dW = G^T x, where G is the gradient of h."""
+    (m, n), k = g.shape, w_or_x.shape[1]
     large = _is_large(n, k, m) if wgrad else _is_large(m, k, n)
     if large and by_pieces and not torch.is_grad_enabled():  # else by what PyTorch can differentiate
-        return _operators.gradient_product(g, other, wgrad)
-    return g.t().mm(other) if wgrad else g.mm(other)
+        return _operators.gradient_product(g, w_or_x, wgrad)
+    return g.t().mm(w_or_x) if wgrad else g.mm(w_or_x)
 
 
-def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a large product is worth its split. Without TF32: whether this GPU is in _BY_PIECES. With it: whether no
+def _split_pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a large product is worth its split. Without TF32: whether this GPU is in _SPLIT_GPUS. With it: whether no
     program is exported, PyTorch gives an fp16 product in float32, the epilogue takes groups of this size, and cuBLAS's
-    fp16 product saves more time than the split takes. It saves time on m n k multiplications, and the split takes time
-    for (m + n) k values. On an H200 the time for a value is what 700 multiplications save. 2048 are asked for, a margin
-    for other GPUs."""
-    if not _allows_tf32() or x.device.index not in _HAVE_TF32:
-        return x.device.index in _BY_PIECES
+    fp16 product saves more time than the split takes. The product saves time on each of m n k multiplications, and the
+    split takes time for each of (m + n) k values. On an H200 700 multiplications save what one value takes. Here 2048
+    multiplications per value are asked for, a margin for other GPUs."""
+    if not _allows_tf32() or x.device.index not in _TF32_GPUS:
+        return x.device.index in _SPLIT_GPUS
     m, n = x.shape[0], weight.shape[0]
     if _is_exporting() or _adds_in_fp16():
         return False
@@ -1369,8 +1374,8 @@ def _pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether a CPU computes 16-bit inputs in float32 and rounds only the output: from 32 rows on, below which that is
-    no faster. In a program that is exported, for any number of rows: to ask for it would fix it."""
-    if not _WITHOUT_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
+    no faster. An exported program does so for any number of rows, as a condition on that number would restrict it."""
+    if not _CPU_LACKS_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
         return False
     return _is_layer(linear, x) and (_is_exporting() or x.shape[0] >= 32)
 
@@ -1390,8 +1395,8 @@ def _check_finish_group_cpu() -> None:
     """Raise an error unless finish_group_cpu computes what _finish_plainly does, of NaN, too."""
     h = torch.linspace(-9, 9, 128, dtype=torch.float32, device="cpu").view(2, 64)
     h[0, 0] = torch.nan
-    others = h.new_zeros(64), h.new_ones(64), h.new_zeros(64), 1, 1e-5
-    if not torch.allclose(_operators.finish(h, *others), _finish_functionally(h, *others), atol=1e-3, equal_nan=True):
+    arguments = h, h.new_zeros(64), h.new_ones(64), h.new_zeros(64), 1, 1e-5
+    if not torch.allclose(_operators.finish(*arguments), _finish_functionally(*arguments), atol=1e-3, equal_nan=True):
         raise RuntimeError("finish_group_cpu and _finish_plainly compute different functions: edit both")
 
 
@@ -1399,16 +1404,16 @@ with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the f
     _check_finish_group_cpu()
 
 
-def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
-    """Whether the operators may stand for the Model's lines from h on, if h has n features. Before h is computed, x may
-    stand for it, having its dtype, device, number of dimensions and rows."""
+def _is_supported(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
+    """Whether the operators may replace the Model's lines from h on, if h has n features. Before h is computed, x can
+    be passed in its place: it has h's dtype, device, number of dimensions and rows."""
     if not _is_unchanged(norm, nn.GroupNorm) or norm.weight is None:
         return False
     vectors, groups = (bias, norm.weight, norm.bias), norm.num_groups
     if not _are_plain_tensors(h, *vectors) or h.dim() != 2 or any(v.dim() != 1 or v.shape[0] != n for v in vectors):
         return False
     widths = (16, 32, 64, 128) if h.is_cpu else (8, 16, 32, 64, 128)  # on a CPU groups of 8 are slower than PyTorch's
-    if n % groups != 0 or n // groups not in widths or n > _MOST:
+    if n % groups != 0 or n // groups not in widths or n > _MAX_SIZE:
         return False
     # Float32 groups of 16 are slower, too, unless h is so small that Python's overhead dominates, or so large that
     # memory bandwidth does. An exported program is for any number of rows.
@@ -1418,7 +1423,7 @@ def _fits(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) -> bool:
 
 def _finish(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """What follows the linear layer."""
-    if isinstance(h, torch.Tensor) and _fits(norm, bias, h, h.shape[-1]):
+    if isinstance(h, torch.Tensor) and _is_supported(norm, bias, h, h.shape[-1]):
         vectors = bias, norm.weight, norm.bias
         if not _is_recorded(h, *vectors):
             return _operators.finish(h, *vectors, norm.num_groups, norm.eps)
@@ -1448,14 +1453,14 @@ class LinearSwishGroupNorm(torch.autograd.Function):
             tensors = [t.view_as(t) for t in tensors]
             out = _finish_functionally(nn.functional.linear(*tensors[:3]), *tensors[3:], groups, eps)
             wanted = [t for t, need in zip(tensors, needs) if need]
-            of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            gradients = [next(of_wanted) if need else None for need in needs]
+            wanted_gradients = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            gradients = [next(wanted_gradients) if need else None for need in needs]
         else:
             x, weight, _, bias, gamma, _ = tensors
-            g, of_vectors = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
+            g, vector_gradients = _operators.finish_backward(grad, h, bias, gamma, groups, eps)
             dx = _gradient_product(g, weight, False, ctx.by_pieces) if needs[0] else None
             dw = _gradient_product(g, x, True, ctx.by_pieces) if needs[1] else None
-            gradients = dx, dw, *of_vectors
+            gradients = dx, dw, *vector_gradients
         return *(t if need else None for t, need in zip(gradients, needs)), None, None, None, None
 
 
@@ -1481,17 +1486,17 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
-        fused = _is_large_layer(linear, x) and _pays(norm, x, linear.weight)
-        # With grad mode off, layers that are not fused are launched first, and checked later, in the last line.
-        whole = fused or (torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda)
-        if whole and _fits(norm, bias, x, len(linear.weight)):
+        fused = _is_large_layer(linear, x) and _split_pays(norm, x, linear.weight)
+        # With grad mode off, a product that is not fused is launched first, and the rest is checked in the last line.
+        checked_first = fused or (torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda)
+        if checked_first and _is_supported(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
             settings = norm.num_groups, norm.eps
             if _is_recorded(*tensors) and x.shape[0] > 0:
                 return LinearSwishGroupNorm.apply(*tensors, *settings, fused, _allows_tf32())
             if fused:
                 return _operators.forward(*tensors, *settings, _allows_tf32(), False)[0]
-        if _is_upcast(linear, x) and _fits(norm, bias, x, len(linear.weight)):
+        if _is_upcast(linear, x) and _is_supported(norm, bias, x, len(linear.weight)):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
             vectors = [t.float() for t in (bias, norm.weight, norm.bias)]
             finish = _finish_functionally if _is_recorded(h, *vectors) else _operators.finish
