@@ -202,10 +202,6 @@ template <typename T, typename S> struct OneProduct {
 //
 // The kernel starts with 65536 / 512 = 128 registers a thread. Then each warpgroup changes its own number to its role's
 // by setmaxnreg (PTX ISA: 24 to 256, multiples of 8).
-template <class Scheme> constexpr bool kRegistersFit =
-    2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128;
-static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
-    "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. The finisher first multiplies
 // a sum by the row's inverse scale, at most 2^60: the result is below 2^114. Then it multiplies by the column's. That
 // overflows only if h does. A row with a larger inverse scale has infinite doubt, so sum_again computes all its sums.
@@ -277,7 +273,6 @@ struct RowScale {
 // 126 + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
 // exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
-constexpr int kLeastExponent = -kLargestExponent;
 // What split_rows reads and writes.
 struct Operand {
     const float* values;
@@ -292,7 +287,7 @@ struct Operand {
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int of_largest = scale_exponent(largest);
         if (scales != nullptr) return of_largest;
-        return max(min(load_min_exponent(min_exponent) - exponents[row], of_largest), kLeastExponent);
+        return max(min(load_min_exponent(min_exponent) - exponents[row], of_largest), -kLargestExponent);
     }
 };
 constexpr int kSplitThreads = 256;
@@ -399,10 +394,10 @@ template <class Scheme> struct Stage {  // a and b begin at multiples of 1024 by
     unsigned char b[kTileColumns * 128];
 };
 template <class Scheme> struct MultiplyShared {
-    static constexpr int kStages = Scheme::kStages, kSlots = Scheme::kSlots;
-    Stage<Scheme> stages[kStages];
-    Pack<typename Scheme::SlotValue, 4> slots[kSlots][64 * 64 / 4];
-    uint64_t stage_full[kStages], stage_empty[kStages], slot_full[kSlots], slot_empty[kSlots];
+    Stage<Scheme> stages[Scheme::kStages];
+    Pack<typename Scheme::SlotValue, 4> slots[Scheme::kSlots][64 * 64 / 4];
+    uint64_t stage_full[Scheme::kStages], stage_empty[Scheme::kStages];
+    uint64_t slot_full[Scheme::kSlots], slot_empty[Scheme::kSlots];
 };
 // An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier
 // of an index completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new
@@ -722,18 +717,19 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue>
 __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_constant__ CUtensorMap map_a,
     const __grid_constant__ CUtensorMap map_b, int lines, const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a: wgmma and setmaxnreg need it
+    static_assert(
+        2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128,
+        "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-    using Shared = MultiplyShared<Scheme>;
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+    auto& shared = *reinterpret_cast<MultiplyShared<Scheme>*>(dynamic_shared);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler sees that a warp's lanes agree
     const Tiles<Scheme> tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < Shared::kStages; ++s) {
+        for (int s = 0; s < Scheme::kStages; ++s) {
             mbarrier_init(&shared.stage_full[s], 1);  // the producer
             mbarrier_init(&shared.stage_empty[s], 8);  // the consumers' warps
         }
-        for (int s = 0; s < Shared::kSlots; ++s) {
+        for (int s = 0; s < Scheme::kSlots; ++s) {
             mbarrier_init(&shared.slot_full[s], 128);  // the threads of a consumer
             mbarrier_init(&shared.slot_empty[s], 128);  // the threads of the finisher
         }
@@ -750,7 +746,6 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
         more_registers<Scheme::kConsumerRegisters>();
         consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, epilogue, lines, warpgroup);
     }
-#endif
 }
 // Stores a thread's 4 x 8 values of a slot (see load_sums). n * sizeof(T) must be a multiple of 16.
 template <typename T>
@@ -1282,7 +1277,6 @@ template <typename T, class Scheme>
 __global__ void __launch_bounds__(kMostRowThreads) group_gradients(const T* __restrict__ grad, const T* __restrict__ h,
     const T* __restrict__ extra_bias, const T* __restrict__ gamma, float* __restrict__ partials, int rows, int n,
     float eps, const SplitGradient split_g, T* __restrict__ g_out) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as in multiply. bulk_load needs sm_90
     extern __shared__ __align__(128) unsigned char dynamic_stages[];
     __shared__ float warp_values[2][kMostRowThreads / 32];
     __shared__ uint64_t stage_full[kMostRowThreads / 32][kWarpStages];
@@ -1366,7 +1360,6 @@ __global__ void __launch_bounds__(kMostRowThreads) group_gradients(const T* __re
             add_columns(total, sums[q], n, kStoresPieces && turn >= kRowsPerSum);
         }
     }
-#endif
 }
 // ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned; those to structs to host memory. ----
 
