@@ -126,8 +126,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
 //
 //     warpgroup   role        waits for       does                                                      signals
-//     3           producer    stage_empty[s]  one thread copies to stage s, by TMA, a slice of each row  stage_full[s]
-//     0 and 1     consumers   stage_full[s]   each multiplies the slices of its half of x's rows by W's  stage_empty[s]
+//     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
+//     0 and 1     consumers   stage_full[s]   each multiplies slices of its half of x's rows by W's     stage_empty[s]
 //                             slot_empty[t]   each stores its sums, 64 x 64 at a time, to slot t        slot_full[t]
 //     2           finisher    slot_full[t]    loads the sums of slot t to registers                     slot_empty[t]
 //                                             multiplies them by the inverse scales, stores the epilogue's output
@@ -200,8 +200,6 @@ template <typename T, typename S> struct OneProduct {
 // instruction, or 128, the m of two. A TMA box has 128 rows (make_map, producer). The 64 columns of a slot are a group
 // of linear_swish_group_norm's, whose epilogue needs a whole group.
 //
-// The kernel starts with 65536 / 512 = 128 registers a thread. Then each warpgroup changes its own number to its role's
-// by setmaxnreg (PTX ISA: 24 to 256, multiples of 8).
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. The finisher first multiplies
 // a sum by the row's inverse scale, at most 2^60: the result is below 2^114. Then it multiplies by the column's. That
 // overflows only if h does. A row with a larger inverse scale has an infinite threshold: all its sums are recomputed.
@@ -305,7 +303,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
     const int64_t row = block * (kSplitThreads / threads_per_row) + threadIdx.x / threads_per_row;
     const bool exists = row < operand.rows;
     const int thread_in_row = threadIdx.x % threads_per_row;
-    const int step = threads_per_row * kSplitQuads;
+    const int quads_per_pass = threads_per_row * kSplitQuads;
     const int padded = int(padded_length<Scheme>(operand.length));
     const int quads = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.length);
@@ -319,7 +317,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
     };
     float largest = 0;  // of the finite values
     float coarse_count = 0;
-    for (int first_quad = 0; first_quad < quads; first_quad += step) {
+    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
         load(first_quad);
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
@@ -332,8 +330,8 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
     const int exponent = exists ? operand.exponent(row, largest) : 0;
     const float factor = power_of_two(exponent / 2);
     const float other_factor = power_of_two(exponent - exponent / 2);
-    for (int first_quad = 0; first_quad < quads; first_quad += step) {
-        if (quads > step) load(first_quad);  // else it is still in the registers
+    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
+        if (quads > quads_per_pass) load(first_quad);  // else it is still in the registers
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
             const int quad = first_quad + thread_in_row + i * threads_per_row;
@@ -413,16 +411,16 @@ template <int COUNT> struct Ring {
 };
 struct Position { int row, column; };
 template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a row of tiles, `down` in a column
-    static constexpr int kRows = Scheme::kTileRows;
-    static constexpr int kBandHeight = kBandRows / kRows;  // in tiles
+    static constexpr int kTileRows = Scheme::kTileRows;
+    static constexpr int kBandHeight = kBandRows / kTileRows;  // in tiles
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n)
-        : across((n + kTileColumns - 1) / kTileColumns), down((m + kRows - 1) / kRows), count(across * down) {}
+        : across((n + kTileColumns - 1) / kTileColumns), down((m + kTileRows - 1) / kTileRows), count(across * down) {}
     __device__ __forceinline__ Position start_of(int tile) const {  // the tile's first row and column, see kBandRows
         const int band_start = tile / (kBandHeight * across) * kBandHeight;  // the band's first row of tiles
         const int in_band = tile % (kBandHeight * across);
         const int height = min(kBandHeight, down - band_start);
-        return {(band_start + in_band % height) * kRows, in_band / height * kTileColumns};
+        return {(band_start + in_band % height) * kTileRows, in_band / height * kTileColumns};
     }
 };
 
@@ -487,7 +485,7 @@ template <bool MN_MAJOR> __device__ __forceinline__ uint64_t wgmma_descriptor(co
     const uint64_t address = (shared_address(operand) & 0x3ffff) / 16;
     return address | kLeading << 16 | kStride << 32 | kSwizzle << 62;
 }
-// Added to a descriptor, in its units of 16 bytes, they lead to the next 16 of K, and from hi to lo.
+// Added to a descriptor, in its units of 16 bytes: the first leads to the next 16 of K, the second from hi to lo.
 template <bool MN_MAJOR> constexpr int kStepAlongK = (MN_MAJOR ? 1024 : 32) / 16;
 template <bool MN_MAJOR> constexpr int kStepToLo = (MN_MAJOR ? 2048 : 64) / 16;
 // The products of a slice of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
@@ -587,7 +585,7 @@ __device__ __forceinline__ void keep_below_wait(float (&v)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
 }
-// Three products, by a warpgroup: the sums of 64 rows of a tile. The accumulators are for two slices, 64 of K.
+// Three products, by a warpgroup: the sums of 64 rows of a tile. The accumulators hold two slices' products, 64 of K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
     MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& stage_ring, int slices, uint64_t a, uint64_t b,
     float (&sums)[64], float (&accumulators)[64]) {
@@ -716,6 +714,8 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue>
 __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_constant__ CUtensorMap map_a,
     const __grid_constant__ CUtensorMap map_b, int slices, const Epilogue epilogue) {
+    // The kernel starts with 65536 / 512 = 128 registers a thread. Then each warpgroup changes its own number to its
+    // role's by setmaxnreg (PTX ISA: 24 to 256, multiples of 8).
     static_assert(
         2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128,
         "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
@@ -847,7 +847,7 @@ template <typename T> struct LinearEpilogue {
         return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
     }
 };
-// ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
+// ---- Launching the product. What launches kernels returns a cudaError_t; what the C++ calls returns it as int. ----
 static int sm_count() {
     int device = 0, count = 0;
     cudaGetDevice(&device);
@@ -903,8 +903,8 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* 
     }
     const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, of the second and the third coordinate
     const cuuint32_t steps[3] = {1, 1, 1};
-    const bool bfloat = std::is_same_v<typename Scheme::Number, __nv_bfloat16>;
-    const auto type = bfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const bool is_bfloat16 = std::is_same_v<typename Scheme::Number, __nv_bfloat16>;
+    const auto type = is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     void* const numbers = const_cast<void*>(matrix.numbers);
     const CUresult result = encode(map, type, 3, numbers, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -1013,8 +1013,8 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
     for (int64_t i = blockIdx.y; i < m && c_j != 0; i += gridDim.y) {
         constexpr int kSliceK = Scheme::kSliceK;
         __half* const row = split_g.pieces + i * padded_length<Scheme>(n) * Scheme::kPieces;
-        __half* const hi = row + j / kSliceK * kSliceNumbers + j % kSliceK;
-        for (int i = 0; i < kSliceNumbers; i += kSliceK) hi[i] = __hmul(hi[i], factor);  // hi, then lo
+        __half* const hi = row + j / kSliceK * kSliceNumbers + j % kSliceK;  // lo, if there is one, is kSliceK further
+        for (int offset = 0; offset < kSliceNumbers; offset += kSliceK) hi[offset] = __hmul(hi[offset], factor);
     }
 }
 // The kernels that make G hold a row of it in a block's registers: a thread has kThreadColumns neighbouring columns.
@@ -1061,8 +1061,8 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
         if (first_column + i >= padded) continue;
         store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
-    // With G's row r it also submits the exponents of blockDim.x rows of W, from row r * blockDim.x on. W has at most
-    // 16 * blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
+    // The block also submits the exponents of blockDim.x rows of W, from row `row` * blockDim.x on. W has at most 16 *
+    // blockDim.x rows, so the calls for G's first 16 rows cover it, and G has 128 rows or more.
     const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
     if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
     if (threadIdx.x > 0) return;
@@ -1928,7 +1928,7 @@ class ModelNew(nn.Module):
             tensors = (x, *of_linear, bias, _read(norm, "weight"), _read(norm, "bias"))
         if tensors is None or not _fits(tensors, norm.num_groups):
             return _finish_plainly(bias, norm, linear(x))
-        others = (norm.num_groups, norm.eps, _allows_tf32())
+        settings = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return _OPERATORS.differentiable.default(*tensors, *others)
-        return _OPERATORS.forward.default(*tensors, *others, False)[0]
+            return _OPERATORS.differentiable.default(*tensors, *settings)
+        return _OPERATORS.forward.default(*tensors, *settings, False)[0]
