@@ -117,17 +117,17 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
 // OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
 //
-// The pieces of a row are stored in lines (not cache lines) of 64 numbers, 128 bytes: all pieces of kLineK values.
+// The pieces of a row are stored in slices of 64 numbers, 128 bytes: hi and lo (or hi alone) of kSliceK values.
 //
 //     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
 //
 // A tile is kTileRows x kTileColumns of the output. `multiply` runs one block on each multiprocessor. Block i computes
-// tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one line of each row of x and
+// tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one slice of each row of x and
 // of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
 //
 //     warpgroup   role        waits for       does                                                      signals
-//     3           producer    stage_empty[s]  one thread copies to stage s, by TMA, a line of each row  stage_full[s]
-//     0 and 1     consumers   stage_full[s]   each multiplies the lines of its half of x's rows by W's  stage_empty[s]
+//     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
+//     0 and 1     consumers   stage_full[s]   each multiplies slices of its half of x's rows by W's     stage_empty[s]
 //                             slot_empty[t]   each stores its sums, 64 x 64 at a time, to slot t        slot_full[t]
 //     2           finisher    slot_full[t]    loads the sums of slot t to registers                     slot_empty[t]
 //                                             multiplies them by the inverse scales, stores the epilogue's output
@@ -153,15 +153,15 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If |sum| is c * 2^14 or
 //     more (with hi alone c * 2), this error is c * 2^-10 or more: the coarse values do no harm.
-//   - So split_rows counts each row's coarse values and stores that number times 2^14 (or 2) as the row's `doubt`. If
-//     |sum| is below the sum of both rows' doubts, the finisher computes it again in float32, from x and W. That
-//     happens to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
-//     estimate: at K = 8192 such scaled sums have a standard deviation of about 2^31.5, and a row has 0.3 coarse
-//     values. Their density at 0 is 0.4 / 2^31.5. So the share of doubtful sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
+//   - So split_rows counts each row's coarse values and stores 2^14 (or 2) times that number as the row's threshold. If
+//     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. That happens
+//     to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
+//     estimate: at K = 8192 scaled sums have a standard deviation of about 2^31.5, so their density at 0 is 0.4 /
+//     2^31.5. A row has 0.3 coarse values. So the share of recomputed sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
-constexpr int kLine = 64;  // numbers, 128 bytes: the widest swizzle of TMA and wgmma. Not a cache line
+constexpr int kSliceNumbers = 64;  // 128 bytes: the widest swizzle of TMA and wgmma
 // A band is 2048 rows of the output. The blocks take its tiles column by column, then the next band's. So in the
 // forward its rows of x stay in L2: with ThreeProducts and K = 1024 their pieces take 8 MB.
 constexpr int kBandRows = 2048;
@@ -170,29 +170,29 @@ struct ThreeProducts {
     using Number = __half;
     using SlotValue = float;
     static constexpr int kPieces = 2;  // numbers that stand for a value
-    static constexpr int kLineK = kLine / kPieces;  // values in a line
+    static constexpr int kSliceK = kSliceNumbers / kPieces;  // values in a slice
     static constexpr int kTileRows = 128;  // of x
-    // A stage has 32 KiB: a line of 128 rows of each operand. The loop over the stages is unrolled: 1 to 4% less time.
-    // So a tile has a multiple of four lines: TMA fills those beyond the end of K with zeros.
+    // Of 32 KiB: a slice of 128 rows of each operand. The loop over the stages is unrolled, which saves 1 to 4% of the
+    // time. So a tile takes a multiple of four slices of each row. TMA fills those beyond the end of K with zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
-    static constexpr float kCoarse = 0x1p-2f;  // see Range
-    static constexpr float kDoubt = 0x1p14f;  // added to its row's doubt by each coarse value
+    static constexpr float kCoarseBelow = 0x1p-2f;  // see Range
+    static constexpr float kThresholdPerCoarse = 0x1p14f;  // what a coarse value adds to its row's threshold
     static constexpr int kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;  // of a thread
 };
 template <typename T, typename S> struct OneProduct {
     using Number = T;
-    // The type of the sums in a slot. Sums that a slot rounds to 16 bits start at the linear bias, as those of eager's
-    // addmm do: a large bias may cancel the product, but not its rounding. All later steps are in float32, where eager
-    // rounds after each.
+    // The type of the sums in a slot. Sums that are stored in 16 bits start at the linear bias, as those of eager's
+    // addmm do. (If it were added later and cancelled most of a sum, the error of the sum's rounding would remain.) All
+    // later steps are in float32, where eager rounds after each.
     using SlotValue = S;
     static constexpr int kPieces = 1;
-    static constexpr int kLineK = kLine;
-    static constexpr int kTileRows = 256;  // with 128 the loads of lines through L2 would take longer than the products
+    static constexpr int kSliceK = kSliceNumbers;
+    static constexpr int kTileRows = 256;  // with 128 the loads through L2 would take longer than the products
     static constexpr int kStages = 3;  // of 48 KiB
     static constexpr int kSlots = sizeof(S) == 4 ? 5 : 10;  // 80 KiB in all. A tile fills 8
-    static constexpr float kCoarse = 0x1p-14f;
-    static constexpr float kDoubt = 0x1p1f;
+    static constexpr float kCoarseBelow = 0x1p-14f;
+    static constexpr float kThresholdPerCoarse = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
 };
 // To change the tile. Its columns, 128, are the n of the instruction m64n128k16. (Another n needs another list of
@@ -200,15 +200,9 @@ template <typename T, typename S> struct OneProduct {
 // instruction, or 128, the m of two. A TMA box has 128 rows (make_map, producer). The 64 columns of a slot are a group
 // of linear_swish_group_norm's, whose epilogue needs a whole group.
 //
-// The kernel starts with 65536 / 512 = 128 registers a thread. Then each warpgroup changes its own number to its role's
-// by setmaxnreg (PTX ISA: 24 to 256, multiples of 8).
-template <class Scheme> constexpr bool kRegistersFit =
-    2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128;
-static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
-    "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. The finisher first multiplies
 // a sum by the row's inverse scale, at most 2^60: the result is below 2^114. Then it multiplies by the column's. That
-// overflows only if h does. A row with a larger inverse scale has infinite doubt, so sum_again computes all its sums.
+// overflows only if h does. A row with a larger inverse scale has an infinite threshold: all its sums are recomputed.
 constexpr float kLargestInverseScale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -225,9 +219,9 @@ __device__ __forceinline__ int scale_exponent(float largest) {
 __device__ __forceinline__ void atomic_min_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int load_min_exponent(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// The length of a row, rounded up to whole lines.
+// The length of a row in values, rounded up to whole slices.
 template <class Scheme> __host__ __device__ constexpr int64_t padded_length(int64_t length) {
-    return divide_up(length, Scheme::kLineK) * Scheme::kLineK;
+    return divide_up(length, Scheme::kSliceK) * Scheme::kSliceK;
 }
 struct Add {
     __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
@@ -250,26 +244,25 @@ template <class Op> __device__ __forceinline__ float reduce_threads(float v, int
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the line and, if
-// kPieces is 2, their lo to the same line, kLineK numbers on.
+// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the slice and, if
+// kPieces is 2, their lo to the same slice, kSliceK numbers on.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
-    constexpr int kLineK = Scheme::kLineK;
+    constexpr int kSliceK = Scheme::kSliceK;
     Pack<__half, COUNT> hi, lo;
     for (int i = 0; i < COUNT; ++i) {
         hi.value[i] = __float2half_rn(v[i]);
         lo.value[i] = __float2half_rn(v[i] - __half2float(hi.value[i]));
     }
-    __half* const line = row + k / kLineK * kLine;
-    auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(line + k % kLineK);
+    __half* const slice = row + k / kSliceK * kSliceNumbers;
+    auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(slice + k % kSliceK);
     to[0] = hi;
-    if (Scheme::kPieces == 2) to[kLineK / COUNT] = lo;
+    if (Scheme::kPieces == 2) to[kSliceK / COUNT] = lo;
 }
-// Of a row of x or W: the inverse of its scale, and its doubt (see Range). The scaled sum of a row of x and a row of W,
-// times both inverses, is their value in x W^T: no bias. The sum is doubtful if its magnitude is below the two
-// doubts added up.
+// Of a row of x or W. A scaled sum, times the inverse scales of its row of x and of its row of W, is a value of x W^T,
+// without the bias. It is recomputed if its magnitude is below both rows' thresholds added up (see Range).
 struct RowScale {
-    float inverse_scale, doubt;
+    float inverse_scale, threshold;
     // The exponent of the scale: inverse_scale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(inverse_scale) >> 23); }
 };
@@ -277,7 +270,6 @@ struct RowScale {
 // 126 + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
 // exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
-constexpr int kLeastExponent = -kLargestExponent;
 // What split_rows reads and writes.
 struct Operand {
     const float* values;
@@ -290,46 +282,46 @@ struct Operand {
     // of x where all finite values of G's row i are 0. The products are then 0 or not finite, whatever the scale.
     const int *min_exponent, *exponents;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        const int of_largest = scale_exponent(largest);
-        if (scales != nullptr) return of_largest;
-        return max(min(load_min_exponent(min_exponent) - exponents[row], of_largest), kLeastExponent);
+        const int own_exponent = scale_exponent(largest);
+        if (scales != nullptr) return own_exponent;
+        return max(min(load_min_exponent(min_exponent) - exponents[row], own_exponent), -kLargestExponent);
     }
 };
 constexpr int kSplitThreads = 256;
 constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
-// The first blocks_former blocks split `former`, the others `latter`. `threads_per_row` neighbouring threads, one to
-// eight whole warps, own a row. They read it to their registers, find its largest value, and split it from there. If it
-// has more than 8192 values, they read it twice.
+// The first `first_blocks` blocks split `first`, the others `second`. `threads_per_row` neighbouring threads, one to
+// eight whole warps, own a row. They load it to their registers, find its largest value, and split it from there. A row
+// of more than 8192 values is loaded twice.
 // Three blocks a multiprocessor: a thread may have 65536 / 768 registers, rounded down to 80, and uses 79.
 template <class Scheme>
-__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_constant__ Operand former,
-    const __grid_constant__ Operand latter, int threads_per_row, unsigned blocks_former) {
+__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_constant__ Operand first,
+    const __grid_constant__ Operand second, int threads_per_row, unsigned first_blocks) {
     __shared__ float warp_values[2][kSplitThreads / 32];
-    const bool is_former = blockIdx.x < blocks_former;
-    const Operand& operand = is_former ? former : latter;
-    const int64_t block = is_former ? blockIdx.x : blockIdx.x - blocks_former;
+    const bool is_first = blockIdx.x < first_blocks;
+    const Operand& operand = is_first ? first : second;
+    const int64_t block = is_first ? blockIdx.x : blockIdx.x - first_blocks;
     const int64_t row = block * (kSplitThreads / threads_per_row) + threadIdx.x / threads_per_row;
     const bool exists = row < operand.rows;
     const int thread_in_row = threadIdx.x % threads_per_row;
-    const int step = threads_per_row * kSplitQuads;
+    const int quads_per_pass = threads_per_row * kSplitQuads;
     const int padded = int(padded_length<Scheme>(operand.length));
     const int quads = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.length);
-    float4 held[kSplitQuads];
-    const auto load = [&](int first) {
+    float4 loaded[kSplitQuads];
+    const auto load = [&](int first_quad) {
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
-            const int at = first + thread_in_row + i * threads_per_row;
-            held[i] = exists && at < operand.length / 4 ? values[at] : make_float4(0, 0, 0, 0);
+            const int quad = first_quad + thread_in_row + i * threads_per_row;
+            loaded[i] = exists && quad < operand.length / 4 ? values[quad] : make_float4(0, 0, 0, 0);
         }
     };
     float largest = 0;  // of the finite values
-    float coarse = 0;  // how many values are coarse
-    for (int first = 0; first < quads; first += step) {
-        load(first);
+    float coarse_count = 0;
+    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
+        load(first_quad);
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
-            for (float v : {held[i].x, held[i].y, held[i].z, held[i].w}) {
+            for (float v : {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w}) {
                 largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
             }
         }
@@ -338,29 +330,29 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
     const int exponent = exists ? operand.exponent(row, largest) : 0;
     const float factor = power_of_two(exponent / 2);
     const float other_factor = power_of_two(exponent - exponent / 2);
-    for (int first = 0; first < quads; first += step) {
-        if (quads > step) load(first);
+    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
+        if (quads > quads_per_pass) load(first_quad);  // else it is still in the registers
 #pragma unroll
         for (int i = 0; i < kSplitQuads; ++i) {
-            const int at = first + thread_in_row + i * threads_per_row;
-            float v[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+            const int quad = first_quad + thread_in_row + i * threads_per_row;
+            float v[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * factor * other_factor;
-                coarse += fabsf(scaled) < Scheme::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
+                coarse_count += fabsf(scaled) < Scheme::kCoarseBelow && v[j] != 0 ? 1.0f : 0.0f;
                 v[j] = scaled;
             }
-            if (exists && at < quads) {
-                store_pieces<Scheme>(operand.pieces + row * padded * Scheme::kPieces, at * 4, v);
+            if (exists && quad < quads) {
+                store_pieces<Scheme>(operand.pieces + row * padded * Scheme::kPieces, quad * 4, v);
             }
         }
     }
     if (operand.scales == nullptr) return;
-    coarse = reduce_threads(coarse, threads_per_row, warp_values[1], Add());
+    coarse_count = reduce_threads(coarse_count, threads_per_row, warp_values[1], Add());
     if (thread_in_row != 0 || !exists) return;
-    RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
-    if (result.inverse_scale > kLargestInverseScale) result.doubt = INFINITY;
-    // No finite value but 0: the row's sums are 0 or not finite, and none is computed again.
-    if (largest == 0) result.doubt = -INFINITY;
+    RowScale result = {power_of_two(-exponent), coarse_count * Scheme::kThresholdPerCoarse};
+    if (result.inverse_scale > kLargestInverseScale) result.threshold = INFINITY;
+    // No finite value but 0: the row's sums are 0 or not finite, and none is recomputed.
+    if (largest == 0) result.threshold = -INFINITY;
     operand.scales[row] = result;
 }
 
@@ -376,8 +368,8 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
 // memory, K-major or MN-major (see "How an operand lies" below). Operands of the asm statement: %0 to %63 are d, %64 a,
 // %65 b, %66 accumulate, %67 and %68 tell whether a and b are MN-major. The constants 1, 1 before them are the signs of
 // a and b.
-#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+#define REGISTERS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define REGISTERS_16(d, i) REGISTERS_4(d, i), REGISTERS_4(d, i + 4), REGISTERS_4(d, i + 8), REGISTERS_4(d, i + 12)
 #define WGMMA(type)                                                                                                  \
     asm volatile("{\n"                                                                                               \
                  ".reg .pred accumulate;\n"                                                                          \
@@ -387,7 +379,7 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
                  "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"  \
                  "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, accumulate, 1, 1, %67, %68;\n" \
                  "}"                                                                                                 \
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                              \
+        : REGISTERS_16(d, 0), REGISTERS_16(d, 16), REGISTERS_16(d, 32), REGISTERS_16(d, 48)                          \
         : "l"(a), "l"(b), "r"(accumulate), "n"(int(MN_MAJOR_A)), "n"(int(MN_MAJOR_B)))
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T = __half>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
@@ -399,10 +391,10 @@ template <class Scheme> struct Stage {  // a and b begin at multiples of 1024 by
     unsigned char b[kTileColumns * 128];
 };
 template <class Scheme> struct MultiplyShared {
-    static constexpr int kStages = Scheme::kStages, kSlots = Scheme::kSlots;
-    Stage<Scheme> stages[kStages];
-    Pack<typename Scheme::SlotValue, 4> slots[kSlots][64 * 64 / 4];
-    uint64_t stage_full[kStages], stage_empty[kStages], slot_full[kSlots], slot_empty[kSlots];
+    Stage<Scheme> stages[Scheme::kStages];
+    Pack<typename Scheme::SlotValue, 4> slots[Scheme::kSlots][64 * 64 / 4];
+    uint64_t stage_full[Scheme::kStages], stage_empty[Scheme::kStages];
+    uint64_t slot_full[Scheme::kSlots], slot_empty[Scheme::kSlots];
 };
 // An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier
 // of an index completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new
@@ -417,42 +409,42 @@ template <int COUNT> struct Ring {
         parity ^= 1;
     }
 };
-struct Corner { int row, column; };
+struct Position { int row, column; };
 template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a row of tiles, `down` in a column
-    static constexpr int kRows = Scheme::kTileRows;
-    static constexpr int kBandHeight = kBandRows / kRows;  // in tiles
+    static constexpr int kTileRows = Scheme::kTileRows;
+    static constexpr int kBandHeight = kBandRows / kTileRows;  // in tiles
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n)
-        : across((n + kTileColumns - 1) / kTileColumns), down((m + kRows - 1) / kRows), count(across * down) {}
-    __device__ __forceinline__ Corner find(int tile) const {  // the tile's first row and column, see kBandRows
-        const int first_down = tile / (kBandHeight * across) * kBandHeight;  // the band's first row of tiles
+        : across((n + kTileColumns - 1) / kTileColumns), down((m + kTileRows - 1) / kTileRows), count(across * down) {}
+    __device__ __forceinline__ Position start_of(int tile) const {  // the tile's first row and column, see kBandRows
+        const int band_start = tile / (kBandHeight * across) * kBandHeight;  // the band's first row of tiles
         const int in_band = tile % (kBandHeight * across);
-        const int height = min(kBandHeight, down - first_down);
-        return {(first_down + in_band % height) * kRows, in_band / height * kTileColumns};
+        const int height = min(kBandHeight, down - band_start);
+        return {(band_start + in_band % height) * kTileRows, in_band / height * kTileColumns};
     }
 };
 
-// `lines`: the steps along K, of kLineK each (see launch_multiply).
+// `slices`: how many slices of each row a tile takes, with those beyond the end of K (see launch_multiply).
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void producer(
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
-    int lines) {
+    int slices) {
     Ring<Scheme::kStages> stage_ring;
-    // A box has kLineK of K for 128 rows of the tile. See make_map for the order of the coordinates.
-    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {
+    // A box is a slice of 128 rows of the tile. See make_map for the order of the coordinates.
+    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int slice, int row) {
         uint64_t* bar = &shared.stage_full[stage_ring.index];
-        if (mn_major) tensor_load(to, map, 0, line * Scheme::kLineK, row / 32 * Scheme::kPieces, bar);
-        else tensor_load(to, map, line * kLine, row, 0, bar);
+        if (mn_major) tensor_load(to, map, 0, slice * Scheme::kSliceK, row / 32 * Scheme::kPieces, bar);
+        else tensor_load(to, map, slice * kSliceNumbers, row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        const Corner corner = tiles.find(tile);
-        for (int line = 0; line < lines; ++line, stage_ring.advance()) {
+        const Position tile_start = tiles.start_of(tile);
+        for (int slice = 0; slice < slices; ++slice, stage_ring.advance()) {
             Stage<Scheme>& stage = shared.stages[stage_ring.index];
             mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);
             mbarrier_arrive_expect(&shared.stage_full[stage_ring.index], sizeof(stage));
             for (int row = 0; row < Scheme::kTileRows; row += 128) {
-                load(MN_MAJOR_A, stage.a + row * 128, map_a, line, corner.row + row);
+                load(MN_MAJOR_A, stage.a + row * 128, map_a, slice, tile_start.row + row);
             }
-            load(MN_MAJOR_B, stage.b, map_b, line, corner.column);
+            load(MN_MAJOR_B, stage.b, map_b, slice, tile_start.column);
         }
     }
 }
@@ -460,7 +452,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 // row of the tile for a, a column of it for b.
 //
 // K-major: the values of a row along K are neighbours in device memory, as in x and W of the forward. TMA writes the
-// line of a row as 128 bytes, and row after row, with the 128-byte swizzle: 16-byte chunk c goes to place c ^ row % 8.
+// slice of a row as 128 bytes, and row after row, with the 128-byte swizzle: 16-byte chunk c goes to place c ^ row % 8.
 //
 //     row 0    | hi of k 0-31, 64 bytes | lo of k 0-31 |     from hi to lo: 64 bytes; from k 0 to k 16: 32 bytes
 //     row 1    | hi of k 0-31           | lo of k 0-31 |     eight rows, 1024 bytes, are an atom of the swizzle
@@ -493,23 +485,23 @@ template <bool MN_MAJOR> __device__ __forceinline__ uint64_t wgmma_descriptor(co
     const uint64_t address = (shared_address(operand) & 0x3ffff) / 16;
     return address | kLeading << 16 | kStride << 32 | kSwizzle << 62;
 }
-// Added to a descriptor, in its units of 16 bytes, they lead to the next 16 of K, and from hi to lo.
-template <bool MN_MAJOR> constexpr int kStepOfK = (MN_MAJOR ? 1024 : 32) / 16;
-template <bool MN_MAJOR> constexpr int kStepToLow = (MN_MAJOR ? 2048 : 64) / 16;
-// The products of a line of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
+// Added to a descriptor, in its units of 16 bytes: the first leads to the next 16 of K, the second from hi to lo.
+template <bool MN_MAJOR> constexpr int kStepAlongK = (MN_MAJOR ? 1024 : 32) / 16;
+template <bool MN_MAJOR> constexpr int kStepToLo = (MN_MAJOR ? 2048 : 64) / 16;
+// The products of a slice of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B>
 __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    constexpr int kStepA = kStepOfK<MN_MAJOR_A>, kStepB = kStepOfK<MN_MAJOR_B>;
-    const uint64_t a_low = a + kStepToLow<MN_MAJOR_A>, b_low = b + kStepToLow<MN_MAJOR_B>;
-    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_low, b, accumulate);
-    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a, b_low, 1);
-    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_low + kStepA, b + kStepB, 1);
-    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepA, b_low + kStepB, 1);
+    constexpr int kStepA = kStepAlongK<MN_MAJOR_A>, kStepB = kStepAlongK<MN_MAJOR_B>;
+    const uint64_t a_lo = a + kStepToLo<MN_MAJOR_A>, b_lo = b + kStepToLo<MN_MAJOR_B>;
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_lo, b, accumulate);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a, b_lo, 1);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_lo + kStepA, b + kStepB, 1);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepA, b_lo + kStepB, 1);
 }
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void multiply_large(
     float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a, b, 1);
-    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepOfK<MN_MAJOR_A>, b + kStepOfK<MN_MAJOR_B>, 1);
+    wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepAlongK<MN_MAJOR_A>, b + kStepAlongK<MN_MAJOR_B>, 1);
 }
 // A warp has 16 x 64 sums of a slot, a quarter of it. They are eight octets of columns, and octet j begins with column
 // 8 j. Of each octet, wgmma leaves columns 2 t and 2 t + 1 of rows q and q + 8 in lane 4 q + t. The lane stores these
@@ -535,16 +527,16 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void mult
 // A pack of 16-bit sums has 8 bytes, and there a lane wants eight neighbouring columns, octet e. It loads 16 bytes, two
 // packs p and p + 1, at once, and the lanes of a row load the same p of octets 0 to 7. slot_swizzle(j) is 2 j: it keeps
 // such a pair together, and the pairs of the eight octets lie in different banks.
-template <typename S> __device__ __forceinline__ int slot_swizzle(int j) {
-    return sizeof(S) == 4 ? (j & 1) | (j & 2) << 1 : j << 1;
+template <typename S> __device__ __forceinline__ int slot_swizzle(int octet) {
+    return sizeof(S) == 4 ? (octet & 1) | (octet & 2) << 1 : octet << 1;
 }
 // Stores a warp's 16 x 64 sums to a slot, as drawn above.
 template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to, const float* sums) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        Pack<S, 4> four;
-        for (int i = 0; i < 4; ++i) four.value[i] = from_float<S>(sums[4 * j + i]);
-        to[j * 32 + (threadIdx.x % 32 ^ slot_swizzle<S>(j))] = four;
+    for (int octet = 0; octet < 8; ++octet) {
+        Pack<S, 4> pack;
+        for (int i = 0; i < 4; ++i) pack.value[i] = from_float<S>(sums[4 * octet + i]);
+        to[octet * 32 + (threadIdx.x % 32 ^ slot_swizzle<S>(octet))] = pack;
     }
 }
 // A lane of the finisher has, of a warp's 16 x 64 sums, four rows of eight columns each, v[r][i]:
@@ -558,27 +550,27 @@ template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to,
 // So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. Of
 // 16-bit sums its columns are 8 e to 8 e + 7. Either way a lane stores 16 bytes at once, and a row's eight lanes 128.
 // A pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
-template <typename T> constexpr int kPer16Bytes = 16 / sizeof(T);  // so many columns a lane has side by side
-template <typename T> using Pack16 = Pack<T, kPer16Bytes<T>>;
+template <typename T> constexpr int kValuesPer16Bytes = 16 / sizeof(T);  // as many columns as a lane has side by side
+template <typename T> using Pack16 = Pack<T, kValuesPer16Bytes<T>>;
 template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
     const int row = threadIdx.x % 32 / 8;
     constexpr int kPacks = 4 / sizeof(S);  // in 16 bytes, which are loaded at once
 #pragma unroll
-    for (int i = 0; i < 8; i += kPacks) {
-        const int r = i / 4;
-        const int pair = i % 4;  // of the thread's columns
-        const int j = sizeof(S) == 4 ? pair / 2 * 4 + e / 2 : e;  // the octet
+    for (int first = 0; first < 8; first += kPacks) {  // of the lane's eight packs
+        const int r = first / 4;
+        const int pair = first % 4;  // of the lane's columns
+        const int octet = sizeof(S) == 4 ? pair / 2 * 4 + e / 2 : e;
         const int t = sizeof(S) == 4 ? e % 2 * 2 + pair % 2 : pair;
-        const int number = (row + r * 4) * 4 + t;
+        const int p = (row + r * 4) * 4 + t;
         const auto packs =
-            reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[j * 32 + (number ^ slot_swizzle<S>(j))]);
-        for (int p = 0; p < kPacks; ++p) {
-            const int c = 2 * (pair + p);
-            v[r][c] = to_float(packs.value[p].value[0]);
-            v[r][c + 1] = to_float(packs.value[p].value[1]);
-            v[r + 2][c] = to_float(packs.value[p].value[2]);
-            v[r + 2][c + 1] = to_float(packs.value[p].value[3]);
+            reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[octet * 32 + (p ^ slot_swizzle<S>(octet))]);
+        for (int i = 0; i < kPacks; ++i) {
+            const int c = 2 * (pair + i);
+            v[r][c] = to_float(packs.value[i].value[0]);
+            v[r][c + 1] = to_float(packs.value[i].value[1]);
+            v[r + 2][c] = to_float(packs.value[i].value[2]);
+            v[r + 2][c + 1] = to_float(packs.value[i].value[3]);
         }
     }
 }
@@ -593,16 +585,16 @@ __device__ __forceinline__ void keep_below_wait(float (&v)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
 }
-// Three products, by a warpgroup: the sums of 64 rows of a tile. The accumulators are for two lines, 64 of K.
+// Three products, by a warpgroup: the sums of 64 rows of a tile. The accumulators hold two slices' products, 64 of K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
-    MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& stage_ring, int lines, uint64_t a, uint64_t b,
+    MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& stage_ring, int slices, uint64_t a, uint64_t b,
     float (&sums)[64], float (&accumulators)[64]) {
     constexpr int kStages = ThreeProducts::kStages;
     constexpr int kStageStep = sizeof(shared.stages[0]) / 16;  // added to a descriptor, leads to the next stage
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums[i] = 0;
 #pragma unroll 1
-    for (int line = 0; line < lines; line += kStages, stage_ring.parity ^= 1) {  // a turn is a round of the ring
+    for (int slice = 0; slice < slices; slice += kStages, stage_ring.parity ^= 1) {  // one round of the ring
 #pragma unroll
         for (int s = 0; s < kStages; s += 2) {
             const int next = s + 1;
@@ -630,14 +622,14 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
 // add them up, as in cuBLAS. What they truncate is small beside rounding the operands to 11 bits, or 16-bit sums to 11
 // or fewer.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
-    MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& stage_ring, int lines, uint64_t a,
+    MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& stage_ring, int slices, uint64_t a,
     uint64_t b, float (&upper)[64], float (&lower)[64]) {
     constexpr int kStageStep = sizeof(shared.stages[0]) / 16;
-    constexpr int kLower = 64 * 128 / 16;  // added to a descriptor, leads 64 rows on, in either layout
-    constexpr int kStepA = kStepOfK<MN_MAJOR_A>, kStepB = kStepOfK<MN_MAJOR_B>;
+    constexpr int kStepToLowerRows = 64 * 128 / 16;  // added to a descriptor, leads 64 rows on, in either layout
+    constexpr int kStepA = kStepAlongK<MN_MAJOR_A>, kStepB = kStepAlongK<MN_MAJOR_B>;
     int previous_stage = 0;
 #pragma unroll 1
-    for (int line = 0; line < lines; ++line) {
+    for (int slice = 0; slice < slices; ++slice) {
         const uint64_t stage_a = a + stage_ring.index * kStageStep;
         const uint64_t stage_b = b + stage_ring.index * kStageStep;
         mbarrier_wait(&shared.stage_full[stage_ring.index], stage_ring.parity);
@@ -645,14 +637,14 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
 #pragma unroll
         for (int step = 0; step < 4; ++step) {  // 16 of K
             // 0 at the tile's first products: the sums start at 0. Those of 16 bits start at the bias: see `consumer`.
-            const int accumulate = sizeof(S) == 2 || step > 0 ? 1 : line;
+            const int accumulate = sizeof(S) == 2 || step > 0 ? 1 : slice;
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + step * kStepA, stage_b + step * kStepB, accumulate);
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(
-                lower, stage_a + step * kStepA + kLower, stage_b + step * kStepB, accumulate);
+                lower, stage_a + step * kStepA + kStepToLowerRows, stage_b + step * kStepB, accumulate);
         }
         wgmma_commit();
-        wgmma_wait<1>();  // until the line before this one is multiplied
-        if (line > 0) free_stage(shared, previous_stage);
+        wgmma_wait<1>();  // until the slice before this one is multiplied
+        if (slice > 0) free_stage(shared, previous_stage);
         previous_stage = stage_ring.index;
         stage_ring.advance();
     }
@@ -661,18 +653,17 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
     keep_below_wait(upper);
     keep_below_wait(lower);
 }
-// Sets a thread's sums of 64 rows to the linear bias of a tile's 128 columns. `column` is the first of these. n is
-// even.
+// Sets a thread's sums of 64 rows to the bias of a tile's 128 columns. `column` is the first of these. n is even.
 template <typename T> __device__ __forceinline__ void load_bias(const T* bias, int column, int n, float (&sums)[64]) {
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {  // octets of columns: see store_sums
-        const int own_column = min(column + 8 * j + int(threadIdx.x) % 4 * 2, n - 2);
+    for (int octet = 0; octet < 16; ++octet) {  // of columns: see store_sums
+        const int own_column = min(column + 8 * octet + int(threadIdx.x) % 4 * 2, n - 2);
         const auto two = *reinterpret_cast<const Pack<T, 2>*>(bias + own_column);
-        for (int i = 0; i < 4; ++i) sums[4 * j + i] = to_float(two.value[i % 2]);
+        for (int i = 0; i < 4; ++i) sums[4 * octet + i] = to_float(two.value[i % 2]);
     }
 }
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __device__ __forceinline__ void consumer(
-    MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue, int lines, int warpgroup) {
+    MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue, int slices, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4;
     const uint64_t a = wgmma_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * (Scheme::kTileRows / 2) * 128);
     const uint64_t b = wgmma_descriptor<MN_MAJOR_B>(shared.stages[0].b);
@@ -683,10 +674,10 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
     slot_ring.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         if constexpr (sizeof(typename Scheme::SlotValue) == 2) {
-            load_bias(epilogue.linear_bias, tiles.find(tile).column, epilogue.n, sums);
+            load_bias(epilogue.linear_bias, tiles.start_of(tile).column, epilogue.n, sums);
             for (int i = 0; i < 64; ++i) lower_or_accumulators[i] = sums[i];
         }
-        sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, lines, a, b, sums, lower_or_accumulators);
+        sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, slices, a, b, sums, lower_or_accumulators);
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot_ring.advance(2)) {
             const float* const from = s < 2 ? sums : lower_or_accumulators;
             mbarrier_wait(&shared.slot_empty[slot_ring.index], slot_ring.parity ^ 1);
@@ -695,45 +686,49 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
         }
     }
 }
-// An Epilogue has the output's m and n. load(lane_at) loads what a lane needs before it waits for its sums.
-// finish(sums, lane_at, loaded) makes outputs of its 4 x 8 sums and stores them. lane_at: its first row and column.
+// An Epilogue has the output's m and n. load(lane_start) loads what a lane needs before it waits for its sums.
+// finish(sums, lane_start, loaded) makes outputs of its 4 x 8 sums and stores them. lane_start is the first's position.
 template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
+    constexpr int kLaneColumns = kValuesPer16Bytes<typename Scheme::SlotValue>;  // side by side
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     Ring<Scheme::kSlots> slot_ring;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        const Corner corner = tiles.find(tile);
+        const Position tile_start = tiles.start_of(tile);
 #pragma unroll 1
         for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot_ring.advance()) {
             const int which_consumer = s % 2, right = s / 2 % 2, lower = s / 4;  // what the slot holds: see the table
-            const int row = corner.row + which_consumer * (Scheme::kTileRows / 2) + lower * 64 + warp * 16;
-            const int column = corner.column + right * 64;  // row, column: the first of this warp
-            const Corner lane_at = {row + lane / 8, column + lane % 8 * kPer16Bytes<typename Scheme::SlotValue>};
-            const auto loaded = epilogue.load(lane_at);  // scales, bias and more: they arrive during the wait
+            const int row = tile_start.row + which_consumer * (Scheme::kTileRows / 2) + lower * 64 + warp * 16;
+            const int column = tile_start.column + right * 64;  // row, column: the first of this warp
+            const Position lane_start = {row + lane / 8, column + lane % 8 * kLaneColumns};
+            const auto loaded = epilogue.load(lane_start);  // scales, bias and more: they arrive during the wait
             float sums[4][8];
             mbarrier_wait(&shared.slot_full[slot_ring.index], slot_ring.parity);
             load_sums(shared.slots[slot_ring.index] + warp * 256, sums);
             mbarrier_arrive(&shared.slot_empty[slot_ring.index]);
-            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sums, lane_at, loaded);
+            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sums, lane_start, loaded);
         }
     }
 }
 
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue>
 __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_constant__ CUtensorMap map_a,
-    const __grid_constant__ CUtensorMap map_b, int lines, const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a: wgmma and setmaxnreg need it
+    const __grid_constant__ CUtensorMap map_b, int slices, const Epilogue epilogue) {
+    // The kernel starts with 65536 / 512 = 128 registers a thread. Then each warpgroup changes its own number to its
+    // role's by setmaxnreg (PTX ISA: 24 to 256, multiples of 8).
+    static_assert(
+        2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128,
+        "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-    using Shared = MultiplyShared<Scheme>;
-    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+    auto& shared = *reinterpret_cast<MultiplyShared<Scheme>*>(dynamic_shared);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the compiler sees that a warp's lanes agree
     const Tiles<Scheme> tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < Shared::kStages; ++s) {
+        for (int s = 0; s < Scheme::kStages; ++s) {
             mbarrier_init(&shared.stage_full[s], 1);  // the producer
             mbarrier_init(&shared.stage_empty[s], 8);  // the consumers' warps
         }
-        for (int s = 0; s < Shared::kSlots; ++s) {
+        for (int s = 0; s < Scheme::kSlots; ++s) {
             mbarrier_init(&shared.slot_full[s], 128);  // the threads of a consumer
             mbarrier_init(&shared.slot_empty[s], 128);  // the threads of the finisher
         }
@@ -742,38 +737,38 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     __syncthreads();
     if (warpgroup == 3) {
         fewer_registers<Scheme::kProducerRegisters>();
-        if (threadIdx.x % 128 == 0) producer<MN_MAJOR_A, MN_MAJOR_B>(shared, &map_a, &map_b, tiles, lines);
+        if (threadIdx.x % 128 == 0) producer<MN_MAJOR_A, MN_MAJOR_B>(shared, &map_a, &map_b, tiles, slices);
     } else if (warpgroup == 2) {
         more_registers<Scheme::kFinisherRegisters>();
         finisher(shared, tiles, epilogue);
     } else {
         more_registers<Scheme::kConsumerRegisters>();
-        consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, epilogue, lines, warpgroup);
+        consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, epilogue, slices, warpgroup);
     }
-#endif
 }
 // Stores a thread's 4 x 8 values of a slot (see load_sums). n * sizeof(T) must be a multiple of 16.
 template <typename T>
-__device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& lane_at, int m, int n) {
+__device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Position& lane_start, int m, int n) {
 #pragma unroll
-    for (int i = 0; i < 32; i += kPer16Bytes<T>) {
-        const int r = i / 8, side = i % 8 / kPer16Bytes<T>;
-        const int row = lane_at.row + r * 4, column = lane_at.column + side * 32;
+    for (int i = 0; i < 32; i += kValuesPer16Bytes<T>) {
+        const int r = i / 8;
+        const int row = lane_start.row + r * 4;
+        const int column = lane_start.column + i % 8 * 8;  // float32: the second four columns are 32 further on
         if (row >= m || column >= n) continue;
         Pack16<T> pack;
-        for (int j = 0; j < kPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[r][side * kPer16Bytes<T> + j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[r][i % 8 + j]);
         *reinterpret_cast<Pack16<T>*>(out + int64_t(row) * n + column) = pack;
     }
 }
 // Loads a vector's values for a thread's eight columns (see load_sums), of which `column` is the first.
 template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
-    for (int i = 0; i < 8; i += kPer16Bytes<T>) {  // float32's second four columns are 32 further on than the first
-        const auto pack = *reinterpret_cast<const Pack16<T>*>(vector + min(column + i * 8, n - kPer16Bytes<T>));
-        for (int j = 0; j < kPer16Bytes<T>; ++j) to[i + j] = to_float(pack.value[j]);
+    for (int i = 0; i < 8; i += kValuesPer16Bytes<T>) {  // columns as in store_values
+        const auto pack = *reinterpret_cast<const Pack16<T>*>(vector + min(column + i * 8, n - kValuesPer16Bytes<T>));
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) to[i + j] = to_float(pack.value[j]);
     }
 }
-// The first part of each epilogue of h = x W^T + linear_bias: it makes h of the sums. x, W and h are of type T.
-template <typename T> struct LinearProduct {
+// What the epilogues of h = x W^T + linear_bias have in common: they make h of the sums. x, W and h are of type T.
+template <typename T> struct LinearEpilogue {
     static constexpr bool kScaled = sizeof(T) == 4;  // 16-bit operands are multiplied as they are
     const T *x, *weight, *linear_bias;
     T* out;
@@ -783,15 +778,16 @@ template <typename T> struct LinearProduct {
         alignas(16) RowScale row_scales[4], column_scales[8];
         alignas(16) float linear_bias[8];
     };
-    __device__ __forceinline__ Loaded load(const Corner& lane_at) const {
+    __device__ __forceinline__ Loaded load(const Position& lane_start) const {
         Loaded loaded = {};
         const RowScale* const column_scales = scales;
         const RowScale* const row_scales = column_scales + n;
         if constexpr (kScaled) {
-            load_eight(linear_bias, lane_at.column, n, loaded.linear_bias);
-            for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(lane_at.row + 4 * r, m - 1)];
-            for (int i = 0; i < 8; i += 4) {  // columns as in load_eight
-                const auto* from = reinterpret_cast<const float4*>(column_scales + min(lane_at.column + i * 8, n - 4));
+            load_eight(linear_bias, lane_start.column, n, loaded.linear_bias);
+            for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(lane_start.row + 4 * r, m - 1)];
+            for (int i = 0; i < 8; i += 4) {  // columns as in store_values
+                const int column = min(lane_start.column + i * 8, n - 4);
+                const auto* from = reinterpret_cast<const float4*>(column_scales + column);
                 *reinterpret_cast<float4*>(&loaded.column_scales[i]) = from[0];
                 *reinterpret_cast<float4*>(&loaded.column_scales[i + 2]) = from[1];
             }
@@ -799,23 +795,22 @@ template <typename T> struct LinearProduct {
         return loaded;
     }
     // Makes h of a thread's sums: takes the scales out and adds linear_bias. 16-bit sums are h: see `consumer`.
-    __device__ __forceinline__ void sums_to_h(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
-        if constexpr (kScaled) scaled_to_h(v, lane_at, loaded);
-    }
-    __device__ __forceinline__ void scaled_to_h(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
-        unsigned doubtful = 0;  // bit i is set if the sum v[i / 8][i % 8] is doubtful
-        float least = INFINITY, row_doubt = -INFINITY, column_doubt = -INFINITY;
+    __device__ __forceinline__ void sums_to_h(
+        float (&v)[4][8], const Position& lane_start, const Loaded& loaded) const {
+        if (!kScaled) return;
+        unsigned to_recompute = 0;  // bit i is set if the sum v[i / 8][i % 8] is to be recomputed
+        float smallest = INFINITY, row_threshold = -INFINITY, column_threshold = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            least = fminf(least, fabsf(v[i / 8][i % 8]));
-            row_doubt = fmaxf(row_doubt, loaded.row_scales[i / 8].doubt);
-            column_doubt = fmaxf(column_doubt, loaded.column_scales[i % 8].doubt);
+            smallest = fminf(smallest, fabsf(v[i / 8][i % 8]));
+            row_threshold = fmaxf(row_threshold, loaded.row_scales[i / 8].threshold);
+            column_threshold = fmaxf(column_threshold, loaded.column_scales[i % 8].threshold);
         }
-        if (least < row_doubt + column_doubt) {  // seldom: one test is cheaper than one for each sum
+        if (smallest < row_threshold + column_threshold) {  // seldom: one test is cheaper than one for each sum
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
-                const float doubt = loaded.row_scales[i / 8].doubt + loaded.column_scales[i % 8].doubt;
-                if (fabsf(v[i / 8][i % 8]) < doubt) doubtful |= 1u << i;
+                const float threshold = loaded.row_scales[i / 8].threshold + loaded.column_scales[i % 8].threshold;
+                if (fabsf(v[i / 8][i % 8]) < threshold) to_recompute |= 1u << i;
             }
         }
 #pragma unroll
@@ -823,51 +818,51 @@ template <typename T> struct LinearProduct {
             const float scaled = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
             v[i / 8][i % 8] = fmaf(scaled, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
         }
-        // The warp computes the doubtful sums of its lanes again, one at a time.
-        while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
-            const int owner = __ffs(lanes) - 1;
-            const int bit = __shfl_sync(~0u, __ffs(doubtful) - 1, owner);
-            const int row = __shfl_sync(~0u, lane_at.row, owner) + bit / 8 * 4;
-            const int column = __shfl_sync(~0u, lane_at.column, owner) + bit % 8 / 4 * 32 + bit % 4;
-            const float sum = row < m && column < n ? sum_again(row, column) : 0;
+        // The warp recomputes these sums of its lanes, one at a time: all 32 lanes compute one, its owner keeps it.
+        while (const unsigned owners = __ballot_sync(~0u, to_recompute != 0)) {
+            const int owner = __ffs(owners) - 1;
+            const int bit = __shfl_sync(~0u, __ffs(to_recompute) - 1, owner);
+            const int row = __shfl_sync(~0u, lane_start.row, owner) + bit / 8 * 4;
+            const int column = __shfl_sync(~0u, lane_start.column, owner) + bit % 8 / 4 * 32 + bit % 4;
+            const float sum = row < m && column < n ? recompute_sum(row, column) : 0;
 #pragma unroll
             for (int i = 0; i < 32; ++i) {  // all 32, because registers cannot be indexed at run time
                 if (threadIdx.x % 32 == owner && i == bit) v[i / 8][i % 8] = sum + loaded.linear_bias[i % 8];
             }
-            if (threadIdx.x % 32 == owner) doubtful &= doubtful - 1;  // clears the lowest bit
+            if (threadIdx.x % 32 == owner) to_recompute &= to_recompute - 1;  // clears the lowest bit
         }
     }
-    // By a warp: the sum of a row of x and a row of W once more, in float32.
-    __device__ __forceinline__ float sum_again(int64_t row, int64_t column) const {
+    // By a warp: the sum over K for a row of x and a row of W, in float32.
+    __device__ __forceinline__ float recompute_sum(int64_t row, int64_t column) const {
         const auto* a = reinterpret_cast<const float4*>(x + row * k);
         const auto* b = reinterpret_cast<const float4*>(weight + column * k);
         float sum[4] = {};
 #pragma unroll 4
-        for (int at = threadIdx.x % 32; at < k / 4; at += 32) {
-            sum[0] = fmaf(a[at].x, b[at].x, sum[0]);
-            sum[1] = fmaf(a[at].y, b[at].y, sum[1]);
-            sum[2] = fmaf(a[at].z, b[at].z, sum[2]);
-            sum[3] = fmaf(a[at].w, b[at].w, sum[3]);
+        for (int i = threadIdx.x % 32; i < k / 4; i += 32) {
+            sum[0] = fmaf(a[i].x, b[i].x, sum[0]);
+            sum[1] = fmaf(a[i].y, b[i].y, sum[1]);
+            sum[2] = fmaf(a[i].z, b[i].z, sum[2]);
+            sum[3] = fmaf(a[i].w, b[i].w, sum[3]);
         }
         return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
     }
 };
-// ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
+// ---- Launching the product. What launches kernels returns a cudaError_t; what the C++ calls returns it as int. ----
 static int sm_count() {
     int device = 0, count = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
     return count;
 }
-// Splits the rows of two operands of the same row length: in the forward x and W. `latter` may have no rows.
+// Splits the rows of two operands of the same row length: in the forward x and W. `second` may have no rows.
 template <class Scheme>
-static cudaError_t launch_split(const Operand& former, const Operand& latter, cudaStream_t stream) {
+static cudaError_t launch_split(const Operand& first, const Operand& second, cudaStream_t stream) {
     int threads = 32;  // for a row
-    while (threads < kSplitThreads && threads * kSplitQuads * 4 < padded_length<Scheme>(former.length)) threads *= 2;
+    while (threads < kSplitThreads && threads * kSplitQuads * 4 < padded_length<Scheme>(first.length)) threads *= 2;
     const int rows = kSplitThreads / threads;  // of a block
-    const unsigned blocks_former = unsigned(divide_up(former.rows, rows));
-    const unsigned blocks = blocks_former + unsigned(divide_up(latter.rows, rows));
-    split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(former, latter, threads, blocks_former);
+    const unsigned first_blocks = unsigned(divide_up(first.rows, rows));
+    const unsigned blocks = first_blocks + unsigned(divide_up(second.rows, rows));
+    split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(first, second, threads, first_blocks);
     return cudaGetLastError();
 }
 // A matrix of 16-bit numbers, pieces or values. Its rows begin `pitch` numbers apart. TMA reads whole pitches, so
@@ -880,44 +875,44 @@ template <class Scheme> static Matrix matrix_of_pieces(const void* numbers, int6
     return {numbers, rows, padded_length<Scheme>(columns) * Scheme::kPieces};
 }
 // TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
-//     K-major    coordinates: number in the row, row, 0           a box: the line of 128 rows
-//     MN-major   coordinates: number in the strip, row, strip     a box: kLineK rows, by four strips of each piece
+//     K-major    coordinates: number in the row, row, 0           a box: a slice of 128 rows
+//     MN-major   coordinates: number in the strip, row, strip     a box: kSliceK rows, by four strips of each piece
 // A strip is 32 columns of the matrix: 64 bytes of each row. In MN-major the matrix has a row for each index of K, and
 // four strips of a piece are 128 rows of the tile (see wgmma_descriptor).
 template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+        cudaDriverEntryPointQueryResult status;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &status);
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
     }();
     if (encode == nullptr) return cudaErrorNotSupported;
     const cuuint64_t pitch = matrix.pitch, rows = matrix.rows;
     cuuint64_t sizes[3] = {pitch, rows, 1};
-    cuuint32_t box[3] = {kLine, 128, 1};
+    cuuint32_t box[3] = {kSliceNumbers, 128, 1};
     CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
     CUtensorMapL2promotion l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
     if (MN_MAJOR) {
         sizes[0] = 32;
         sizes[2] = pitch / 32;
         box[0] = 32;
-        box[1] = Scheme::kLineK;
+        box[1] = Scheme::kSliceK;
         box[2] = 4 * Scheme::kPieces;
         swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
         l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
     }
     const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, of the second and the third coordinate
     const cuuint32_t steps[3] = {1, 1, 1};
-    const bool bfloat = std::is_same_v<typename Scheme::Number, __nv_bfloat16>;
-    const auto type = bfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const bool is_bfloat16 = std::is_same_v<typename Scheme::Number, __nv_bfloat16>;
+    const auto type = is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     void* const numbers = const_cast<void*>(matrix.numbers);
     const CUresult result = encode(map, type, 3, numbers, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-// `length` is K: how many products each output sums up.
+// `terms` is K: how many products each output sums up.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static cudaError_t launch_multiply(
-    const Matrix& a, const Matrix& b, int64_t length, const Epilogue& epilogue, cudaStream_t stream) {
+    const Matrix& a, const Matrix& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
     const auto kernel = multiply<MN_MAJOR_A, MN_MAJOR_B, Scheme, Epilogue>;
     constexpr int kShared = sizeof(MultiplyShared<Scheme>);
@@ -931,9 +926,9 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static
     const int64_t tiles = divide_up(epilogue.m, Scheme::kTileRows) * divide_up(epilogue.n, kTileColumns);
     const int64_t sms = sm_count();
     const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
-    const int lines_at_once = Scheme::kPieces == 2 ? Scheme::kStages : 1;  // see sum_products
-    const int lines = int(divide_up(length, Scheme::kLineK * lines_at_once) * lines_at_once);
-    kernel<<<blocks, kMultiplyThreads, kShared, stream>>>(map_a, map_b, lines, epilogue);
+    const int slices_at_once = Scheme::kPieces == 2 ? Scheme::kStages : 1;  // see sum_products
+    const int slices = int(divide_up(terms, Scheme::kSliceK * slices_at_once) * slices_at_once);
+    kernel<<<blocks, kMultiplyThreads, kShared, stream>>>(map_a, map_b, slices, epilogue);
     return cudaGetLastError();
 }
 // All launches of h = x W^T + b: for float32 the split of x and W, then the product with its epilogue.
@@ -991,12 +986,12 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature whose weights are 10^6
 // times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times with them. Errors of dX
 // are small beside the norm of their row, and errors of dW beside the norm of all of dW. So the backward uses no
-// doubts, and computes nothing again.
+// thresholds, and recomputes nothing.
 //
 //     largest of W's row j / largest of W:           1         2^-12     2^-24     2^-28 (a value in the row of 2^-24)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
 //     G's column j, scaled by 2^c_j, from 2^14:      2^14      2^14      2^2       (full precision down to 2^-2)
-constexpr int kSpareBits = 12;
+constexpr int kSpareBits = 12;  // see "Why 12"
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;  // of G
     const RowScale* scales;  // the forward's: of W's n rows, then of x's m rows
@@ -1005,7 +1000,7 @@ struct SplitGradient {  // device memory that the kernels of a backward share
     // exponent of x's row i, where G's row has a finite value other than 0.
     int *min_exponent_w, *min_exponent_x;
 };
-// Runs after G is split. A thread finds c_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
+// Runs after G is split. A thread computes c_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 // (gridDim.y is 64. So with 256 threads a block, 8192 columns make 2048 blocks, enough for all multiprocessors.)
 template <class Scheme> __global__ void scale_columns(const SplitGradient split_g, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -1016,17 +1011,17 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
     if (blockIdx.y == 0) split_g.column_exponents[j] = c_j;
     const __half factor = __float2half(power_of_two(c_j));
     for (int64_t i = blockIdx.y; i < m && c_j != 0; i += gridDim.y) {
-        constexpr int kLineK = Scheme::kLineK;
+        constexpr int kSliceK = Scheme::kSliceK;
         __half* const row = split_g.pieces + i * padded_length<Scheme>(n) * Scheme::kPieces;
-        __half* const hi = row + j / kLineK * kLine + j % kLineK;
-        for (int offset = 0; offset < kLine; offset += kLineK) hi[offset] = __hmul(hi[offset], factor);  // and lo
+        __half* const hi = row + j / kSliceK * kSliceNumbers + j % kSliceK;  // lo, if there is one, is kSliceK further
+        for (int offset = 0; offset < kSliceNumbers; offset += kSliceK) hi[offset] = __hmul(hi[offset], factor);
     }
 }
 // The kernels that make G hold a row of it in a block's registers: a thread has kThreadColumns neighbouring columns.
 // With the largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two, that
 // cover the row, so that a multiprocessor has many blocks if rows are short.
 constexpr int kThreadColumns = 16;
-constexpr int kMostRowThreads = 512;
+constexpr int kMaxRowThreads = 512;
 static int row_threads(int64_t n) {
     int threads = 32;
     while (threads * kThreadColumns < n) threads *= 2;
@@ -1035,16 +1030,16 @@ static int row_threads(int64_t n) {
 // How many blocks there are: block i owns rows i, i + blocks and so on, and writes its part of each sum over rows. A
 // multiprocessor runs 512 threads, as each takes up to 128 of the 65536 registers.
 extern "C" int64_t row_blocks(int64_t m, int64_t n) {
-    const int64_t most = sm_count() * kMostRowThreads / row_threads(n);
-    return m < most ? m : most;
+    const int64_t max_blocks = sm_count() * kMaxRowThreads / row_threads(n);
+    return m < max_blocks ? m : max_blocks;
 }
 // Stores a thread's columns of a row, but for those beyond n, a multiple of 8.
 template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
 #pragma unroll
-    for (int i = 0; i < kThreadColumns; i += kPer16Bytes<T>) {
+    for (int i = 0; i < kThreadColumns; i += kValuesPer16Bytes<T>) {
         const int column = threadIdx.x * kThreadColumns + i;
         Pack16<T> pack;
-        for (int j = 0; j < kPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[i + j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[i + j]);
         if (column < n) *reinterpret_cast<Pack16<T>*>(to + column) = pack;
     }
 }
@@ -1066,8 +1061,8 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
         if (first_column + i >= padded) continue;
         store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
-    // With G's row r it also submits the exponents of blockDim.x rows of W, from row r * blockDim.x on. W has at most
-    // 16 * blockDim.x rows, so G's first 16 rows cover it, and G has 128 or more.
+    // The block also submits the exponents of blockDim.x rows of W, from row `row` * blockDim.x on. W has at most 16 *
+    // blockDim.x rows, so the calls for G's first 16 rows cover it, and G has 128 rows or more.
     const int64_t j = int64_t(row) * blockDim.x + threadIdx.x;
     if (j < n) atomic_min_exponent(split_g.min_exponent_w, split_g.scales[j].exponent());
     if (threadIdx.x > 0) return;
@@ -1085,44 +1080,44 @@ struct StoreGradient {
     struct Loaded {
         float factor[4], other_factor[4];  // the power of two may not be a float32 number: see kLargestExponent
     };
-    __device__ __forceinline__ Loaded load(const Corner& lane_at) const {
+    __device__ __forceinline__ Loaded load(const Position& lane_start) const {
         Loaded loaded;
         for (int r = 0; r < 4; ++r) {
-            const int exponent = -load_min_exponent(min_exponent) - exponents[min(lane_at.row + 4 * r, m - 1)];
+            const int exponent = -load_min_exponent(min_exponent) - exponents[min(lane_start.row + 4 * r, m - 1)];
             loaded.factor[r] = power_of_two(exponent / 2);
             loaded.other_factor[r] = power_of_two(exponent - exponent / 2);
         }
         return loaded;
     }
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Position& lane_start, const Loaded& loaded) const {
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
             value = value * loaded.factor[i / 8] * loaded.other_factor[i / 8];
         }
-        store_values(out, v, lane_at, m, n);
+        store_values(out, v, lane_start, m, n);
     }
 };
 
-// Makes dX or, if of_weight, dW. G is split already. Splits the other factor, W or x, to `pieces`, then multiplies.
-template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const float* other, __half* pieces,
-    float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& split_g, cudaStream_t stream) {
-    const int64_t length = of_weight ? m : n;
-    Operand b_operand = {other, pieces, length, int(k)};
-    b_operand.min_exponent = of_weight ? split_g.min_exponent_x : split_g.min_exponent_w;
-    b_operand.exponents = of_weight ? split_g.row_exponents : split_g.column_exponents;
+// Computes dX or, if is_dw, dW. G is split already. Splits the other operand, W or x, to `pieces`, then multiplies.
+template <class Scheme> static cudaError_t launch_dx_or_dw(bool is_dw, const float* other, __half* pieces, float* out,
+    int64_t m, int64_t n, int64_t k, const SplitGradient& split_g, cudaStream_t stream) {
+    const int64_t terms = is_dw ? m : n;
+    Operand b_operand = {other, pieces, terms, int(k)};
+    b_operand.min_exponent = is_dw ? split_g.min_exponent_x : split_g.min_exponent_w;
+    b_operand.exponents = is_dw ? split_g.row_exponents : split_g.column_exponents;
     const cudaError_t error = launch_split<Scheme>(b_operand, {}, stream);
     if (error != cudaSuccess) return error;
-    const int* const exponents = of_weight ? split_g.column_exponents : split_g.row_exponents;  // dW = G^T x
-    const StoreGradient epilogue = {b_operand.min_exponent, exponents, out, int(of_weight ? n : m), int(k)};
+    const int* const exponents = is_dw ? split_g.column_exponents : split_g.row_exponents;  // dW = G^T x
+    const StoreGradient epilogue = {b_operand.min_exponent, exponents, out, int(is_dw ? n : m), int(k)};
     const Matrix a = matrix_of_pieces<Scheme>(split_g.pieces, m, n);
-    const Matrix b = matrix_of_pieces<Scheme>(pieces, length, k);
-    return of_weight ? launch_multiply<true, true, Scheme>(a, b, length, epilogue, stream)
-                     : launch_multiply<false, true, Scheme>(a, b, length, epilogue, stream);
+    const Matrix b = matrix_of_pieces<Scheme>(pieces, terms, k);
+    return is_dw ? launch_multiply<true, true, Scheme>(a, b, terms, epilogue, stream)
+                 : launch_multiply<false, true, Scheme>(a, b, terms, epilogue, stream);
 }
-extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __half* pieces, float* out, int64_t m,
+extern "C" int linear_dx_or_dw(bool tf32, bool is_dw, const float* other, __half* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const SplitGradient* split_g, cudaStream_t stream) {
     const auto launch = tf32 ? launch_dx_or_dw<OneProduct<__half, float>> : launch_dx_or_dw<ThreeProducts>;
-    return launch(of_weight, other, pieces, out, m, n, k, *split_g, stream);
+    return launch(is_dw, other, pieces, out, m, n, k, *split_g, stream);
 }
 // ---- The rows of linear_instance_norm_residual ----
 //
@@ -1130,10 +1125,10 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 // product replaces the first two: ours took 1.1 times as long. So OneProduct<T, T> is not used here. The formula out =
 // ((h - mean) * rstd + y) * y stands in finish_rows and row_gradients, in C++ in differentiate_plainly, in Python in
 // _finish_plainly and ModelNew.forward.
-struct StoreLinear : LinearProduct<float> {
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& lane_at, const Loaded& loaded) const {
-        sums_to_h(v, lane_at, loaded);
-        store_values(out, v, lane_at, m, n);
+struct StoreLinear : LinearEpilogue<float> {
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Position& lane_start, const Loaded& loaded) const {
+        sums_to_h(v, lane_start, loaded);
+        store_values(out, v, lane_start, m, n);
     }
 };
 // For 16-bit types the backward launches finish_rows once more, with BACKWARD, then ATen's sum of G over the rows,
@@ -1142,62 +1137,63 @@ struct StoreLinear : LinearProduct<float> {
 //     grad_y = grad * (z + y) + d;    G, the gradient of h, = rstd * (d - mean(d) - z mean(d z))
 //
 // `threads_per_row` neighbouring threads, 8 up to the whole block, own a row. Each keeps 32 values of each tensor in
-// registers, so a whole block keeps 8192. What is beyond them in a longer row is loaded again each time. `out` is the
-// output or, with BACKWARD, G. It may be h: a thread writes a pack after its last read of it, and no other thread reads
-// it.
-constexpr int kRowThreads = 256;
-// Makes the compiler believe that a pack changed. Else it would convert the pack to floats once and keep these, in
+// registers, so a whole block keeps 8192. The rest of a longer row is loaded anew for each sum and each output.
+// `out` is the output or, with BACKWARD, G. It may be h: a thread writes a pack after its last read of it, and no other
+// thread reads it.
+constexpr int kFinishThreads = 256;
+// Makes the compiler believe that a pack changed. Else it would convert a 16-bit pack to floats once and keep these, in
 // twice the registers. (Then finish_rows would take 46 us, not 32, of a training step of the benchmark in bfloat16.)
 template <typename T> __device__ __forceinline__ void make_opaque(Pack16<T>& pack) {
     uint4& v = reinterpret_cast<uint4&>(pack);
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
-template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThreads) finish_rows(
+template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishThreads) finish_rows(
     const T* h, const T* y, const T* grad, T* out, T* grad_y, int64_t rows, int n, float eps, int threads_per_row) {
-    constexpr int kHeld = 32 / kPer16Bytes<T>;  // packs in registers
+    constexpr int kRegisterPacks = 32 / kValuesPer16Bytes<T>;
     constexpr int kTensors = BACKWARD ? 3 : 2;
-    __shared__ float warp_values[5][kRowThreads / 32];  // one for each sum
-    const int64_t row = int64_t(blockIdx.x) * (kRowThreads / threads_per_row) + threadIdx.x / threads_per_row;
+    __shared__ float warp_values[5][kFinishThreads / 32];  // one for each sum
+    const int64_t row = int64_t(blockIdx.x) * (kFinishThreads / threads_per_row) + threadIdx.x / threads_per_row;
     const int thread_in_row = threadIdx.x % threads_per_row;
-    const int pack_count = row < rows ? n / kPer16Bytes<T> : 0;
+    const int pack_count = row < rows ? n / kValuesPer16Bytes<T> : 0;
     const T* const tensors[] = {h, y, grad};
-    const auto load = [&](int t, int at) { return reinterpret_cast<const Pack16<T>*>(tensors[t] + row * n)[at]; };
-    Pack16<T> held[kTensors][kHeld];  // all loads are issued before the first value is used
+    const auto load = [&](int t, int index) { return reinterpret_cast<const Pack16<T>*>(tensors[t] + row * n)[index]; };
+    Pack16<T> in_registers[kTensors][kRegisterPacks];  // all loads are issued before the first value is used
     for (int t = 0; t < kTensors; ++t) {
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int at = thread_in_row + i * threads_per_row;
-            if (at < pack_count) held[t][i] = load(t, at);
+        for (int i = 0; i < kRegisterPacks; ++i) {
+            const int index = thread_in_row + i * threads_per_row;
+            if (index < pack_count) in_registers[t][i] = load(t, index);
         }
     }
     const auto for_each_pack = [&](const auto& use) {  // calls use(a pack of each tensor, their index in the row)
         Pack16<T> current[kTensors];
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int at = thread_in_row + i * threads_per_row;
+        for (int i = 0; i < kRegisterPacks; ++i) {
+            const int index = thread_in_row + i * threads_per_row;
             for (int t = 0; t < kTensors; ++t) {
-                current[t] = held[t][i];
+                current[t] = in_registers[t][i];
                 make_opaque(current[t]);
             }
-            if (at < pack_count) use(current, at);
+            if (index < pack_count) use(current, index);
         }
-        for (int at = thread_in_row + kHeld * threads_per_row; at < pack_count; at += threads_per_row) {
-            for (int t = 0; t < kTensors; ++t) current[t] = load(t, at);
-            use(current, at);
+        for (int index = thread_in_row + kRegisterPacks * threads_per_row; index < pack_count;
+            index += threads_per_row) {
+            for (int t = 0; t < kTensors; ++t) current[t] = load(t, index);
+            use(current, index);
         }
     };
-    const auto sum = [&](float v, int i) { return reduce_threads(v, threads_per_row, warp_values[i], Add()); };
-    const float share = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
+    const auto sum_over_row = [&](float v, int i) { return reduce_threads(v, threads_per_row, warp_values[i], Add()); };
+    const float inverse_n = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
     float mean = 0;
     float mean_error = 0;  // the exact mean is mean + mean_error
     float squares = 0;
     for_each_pack([&](const auto& packs, int) {
-        for (int j = 0; j < kPer16Bytes<T>; ++j) mean = fmaf(to_float(packs[0].value[j]), share, mean);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) mean = fmaf(to_float(packs[0].value[j]), inverse_n, mean);
     });
-    mean = sum(mean, 0);
+    mean = sum_over_row(mean, 0);
     for_each_pack([&](const auto& packs, int) {
         float pack_error = 0, pack_squares = 0;  // sums of a pack: a small term added to a large total would be lost
-        for (int j = 0; j < kPer16Bytes<T>; ++j) {
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) {
             const float deviation = to_float(packs[0].value[j]) - mean;
             pack_error += deviation;
             pack_squares = fmaf(deviation, deviation, pack_squares);
@@ -1205,18 +1201,18 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
         mean_error += pack_error;
         squares += pack_squares;
     });
-    mean_error = sum(mean_error, 1) * share;
-    squares = sum(squares, 2) * share;
+    mean_error = sum_over_row(mean_error, 1) * inverse_n;
+    squares = sum_over_row(squares, 2) * inverse_n;
     // If squares is infinite, rstd is to be 0. An infinite mean_error would make a NaN of the difference, inf - inf.
     if (isinf(squares)) mean_error = 0;
     // fmaxf turns a NaN into 0. But then mean_error is NaN, too, and so is the whole row of the output.
     const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
     const auto z_of = [&](const auto& pack, int j) { return ((to_float(pack.value[j]) - mean) - mean_error) * rstd; };
-    const auto write = [&](T* to, const auto& value_of) {  // for each value of the row value_of(packs, place in them)
-        for_each_pack([&](const auto& packs, int at) {
+    const auto write = [&](T* to, const auto& value_of) {  // writes value_of(packs, j) for value j of each pack
+        for_each_pack([&](const auto& packs, int index) {
             Pack16<T> result;
-            for (int j = 0; j < kPer16Bytes<T>; ++j) result.value[j] = from_float<T>(value_of(packs, j));
-            if (to != nullptr) reinterpret_cast<Pack16<T>*>(to + row * n)[at] = result;
+            for (int j = 0; j < kValuesPer16Bytes<T>; ++j) result.value[j] = from_float<T>(value_of(packs, j));
+            if (to != nullptr) reinterpret_cast<Pack16<T>*>(to + row * n)[index] = result;
         });
     };
     if constexpr (!BACKWARD) {
@@ -1232,8 +1228,8 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kRowThrea
             mean_dz = fmaf(g * y, z, mean_dz);
             return fmaf(g, z + y, g * y);
         });
-        mean_d = sum(mean_d, 3) * share;
-        mean_dz = sum(mean_dz, 4) * share;
+        mean_d = sum_over_row(mean_d, 3) * inverse_n;
+        mean_dz = sum_over_row(mean_dz, 4) * inverse_n;
         write(out, [&](const auto& packs, int j) {
             const float d = to_float(packs[1].value[j]) * to_float(packs[2].value[j]);
             return rstd * (d - mean_d - z_of(packs[0], j) * mean_dz);
@@ -1262,14 +1258,14 @@ __device__ __forceinline__ void read_columns(const float* from, float (&v)[kThre
 //
 // The h of ThreeProducts is too near 0, by kTruncated of itself on average, because the tensor cores truncate (0.75 *
 // 2^-23 was measured for K from 128 to 20000). So 1 / rstd is too small by the same factor. In z the two cancel, but G
-// would be too large: `restored` is rstd without this error.
+// would be too large. So G is computed with `corrected_rstd`, which is rstd without this error.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
-template <class Scheme> __global__ void __launch_bounds__(kMostRowThreads) row_gradients(const float* __restrict__ grad,
+template <class Scheme> __global__ void __launch_bounds__(kMaxRowThreads) row_gradients(const float* __restrict__ grad,
     const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y, float* __restrict__ partials,
     int64_t rows, int n, float eps, const SplitGradient split_g) {
-    __shared__ float warp_values[6][kMostRowThreads / 32];  // one for each sum of a row, and one for store_split_row
-    const float share = 1.0f / n;
-    const auto sum_of = [&](float v, int i) { return reduce_threads(v, blockDim.x, warp_values[i], Add()); };
+    __shared__ float warp_values[6][kMaxRowThreads / 32];  // one for each sum of a row, and one for store_split_row
+    const float inverse_n = 1.0f / n;
+    const auto sum_over_row = [&](float v, int i) { return reduce_threads(v, blockDim.x, warp_values[i], Add()); };
     const auto for_each_column = [&](const auto& use) {  // calls use(i) for each of the thread's columns that exist
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
@@ -1282,19 +1278,20 @@ template <class Scheme> __global__ void __launch_bounds__(kMostRowThreads) row_g
         float y_value[kThreadColumns];  // first y, then grad_y
         float g[kThreadColumns];  // first grad, then d, then G
         float mean = 0, mean_error = 0, mean_d = 0, mean_dz = 0;  // the last three are sums first
-        float squares_of[4] = {};  // four shorter sums, so that each is rounded fewer times
+        float partial_squares[4] = {};  // four shorter sums, so that each is rounded fewer times
         read_columns(h + row * n, z, n);
         read_columns(y + row * n, y_value, n);
         read_columns(grad + row * n, g, n);
-        for_each_column([&](int i) { mean = fmaf(z[i], share, mean); });
-        mean = sum_of(mean, 0);
+        for_each_column([&](int i) { mean = fmaf(z[i], inverse_n, mean); });
+        mean = sum_over_row(mean, 0);
         for_each_column([&](int i) {
             z[i] -= mean;
             mean_error += z[i];
-            squares_of[i % 4] = fmaf(z[i], z[i], squares_of[i % 4]);
+            partial_squares[i % 4] = fmaf(z[i], z[i], partial_squares[i % 4]);
         });
-        const float squares = sum_of((squares_of[0] + squares_of[1]) + (squares_of[2] + squares_of[3]), 1) * share;
-        mean_error = sum_of(mean_error, 2) * share;
+        const float own_squares = (partial_squares[0] + partial_squares[1]) + (partial_squares[2] + partial_squares[3]);
+        const float squares = sum_over_row(own_squares, 1) * inverse_n;
+        mean_error = sum_over_row(mean_error, 2) * inverse_n;
         if (isinf(squares)) mean_error = 0;
         const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
         for_each_column([&](int i) {
@@ -1306,11 +1303,11 @@ template <class Scheme> __global__ void __launch_bounds__(kMostRowThreads) row_g
             mean_dz = fmaf(d, z[i], mean_dz);
         });
         if (grad_y != nullptr) store_columns(grad_y + row * n, y_value, n);
-        mean_d = sum_of(mean_d, 3) * share;
-        mean_dz = sum_of(mean_dz, 4) * share;
-        const float restored = std::is_same_v<Scheme, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;
+        mean_d = sum_over_row(mean_d, 3) * inverse_n;
+        mean_dz = sum_over_row(mean_dz, 4) * inverse_n;
+        const float corrected_rstd = std::is_same_v<Scheme, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;
         for_each_column([&](int i) {
-            g[i] = restored * (g[i] - mean_d - z[i] * mean_dz);
+            g[i] = corrected_rstd * (g[i] - mean_d - z[i] * mean_dz);
             column_sums[i] += g[i];
         });
         if (split_g.pieces != nullptr) store_split_row<Scheme>(g, row, n, split_g, warp_values[5]);
@@ -1331,13 +1328,13 @@ extern "C" int linear_forward(bool tf32, const float* x, const float* weight, co
 extern "C" int finish_residual(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
     int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     int threads_per_row = 8;
-    while (threads_per_row < kRowThreads && threads_per_row * 32 < n) threads_per_row *= 2;
-    const unsigned blocks = unsigned(divide_up(rows, kRowThreads / threads_per_row));
+    while (threads_per_row < kFinishThreads && threads_per_row * 32 < n) threads_per_row *= 2;
+    const unsigned blocks = unsigned(divide_up(rows, kFinishThreads / threads_per_row));
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
         auto* kernel = finish_rows<T, false>;
         if (grad != nullptr) kernel = finish_rows<T, sizeof(T) == 2>;
-        kernel<<<blocks, kRowThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<const T*>(y),
+        kernel<<<blocks, kFinishThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<const T*>(y),
             static_cast<const T*>(grad), static_cast<T*>(out), static_cast<T*>(grad_y), rows, int(n), eps,
             threads_per_row);
     };
@@ -1382,7 +1379,7 @@ CPP_SOURCE = r"""
 namespace {
 using Tensors = std::vector<at::Tensor>;
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `for_backward`, also
-// h = x weight^T + bias and scales (as in LinearProduct; without elements for 16-bit types).
+// h = x weight^T + bias and scales (as in LinearEpilogue; without elements for 16-bit types).
 Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool, bool for_backward) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
@@ -1414,13 +1411,13 @@ struct SplitGradient {  // as in CUDA_SOURCE
     const void* scales;
     int *column_exponents, *row_exponents, *min_exponent_w, *min_exponent_x;
 };
-extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
+extern "C" int linear_dx_or_dw(bool tf32, bool is_dw, const float* other, void* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const SplitGradient* split_g, cudaStream_t stream);
-// Memory for the pieces of a matrix: two fp16 numbers a value or, with TF32, one. A row is whole lines of 64 numbers.
+// Memory for the pieces of a matrix: two fp16 numbers a value or, with TF32, one. A row is whole slices of 64 numbers.
 at::Tensor empty_pieces(int64_t rows, int64_t k, bool tf32, const at::Tensor& like) {
-    const int64_t line_k = tf32 ? 64 : 32;  // values in a line
-    const int64_t lines = (k + line_k - 1) / line_k;
-    return at::empty({rows, lines * 64}, like.options().dtype(at::kHalf));
+    const int64_t slice_k = tf32 ? 64 : 32;  // values in a slice
+    const int64_t slices = (k + slice_k - 1) / slice_k;
+    return at::empty({rows, slices * 64}, like.options().dtype(at::kHalf));
 }
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
@@ -1443,10 +1440,10 @@ void check_launch(int error) {
     cudaGetLastError();
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
-// For float32: makes dX, results[0], and dW, results[1], if wanted. find_g(split_g) finds G and stores its pieces.
-// The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
-void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32, bool wants_dx,
-    bool wants_dw, std::vector<at::Tensor>& results, c10::function_ref<int(const SplitGradient*)> find_g) {
+// For float32: computes dX, results[0], and dW, results[1], if needed. compute_g(split_g) computes G and stores its
+// pieces. The two products run one after the other, so that the pieces of W and of x do not take memory at once.
+void compute_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32,
+    bool needs_dx, bool needs_dw, Tensors& results, c10::function_ref<int(const SplitGradient*)> compute_g) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, weight);
     TORCH_CHECK(n <= 8192 && scales.size(0) == n + m, "needs n <= 8192 and scales (n + m, 2)");
@@ -1456,17 +1453,17 @@ void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Ten
     int* const row_exponents = column_exponents + n;
     const SplitGradient split_g = {pieces_g.data_ptr(), scales.data_ptr(), column_exponents, row_exponents,
         row_exponents + m, row_exponents + m + 1};
-    check_launch(find_g(&split_g));
-    const auto multiply = [&](bool of_weight, const at::Tensor& other) {
+    check_launch(compute_g(&split_g));
+    const auto multiply = [&](bool is_dw, const at::Tensor& other) {
         const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
-        const at::Tensor ready = aligned(other);
-        const at::Tensor out = at::empty({of_weight ? n : m, k}, x.options());
+        const at::Tensor aligned_other = aligned(other);
+        const at::Tensor out = at::empty({is_dw ? n : m, k}, x.options());
         check_launch(linear_dx_or_dw(
-            tf32, of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &split_g, current_stream()));
-        results[of_weight ? 1 : 0] = out;
+            tf32, is_dw, floats(aligned_other), pieces.data_ptr(), floats(out), m, n, k, &split_g, current_stream()));
+        results[is_dw ? 1 : 0] = out;
     };
-    if (wants_dx) multiply(false, weight);
-    if (wants_dw) multiply(true, x);
+    if (needs_dx) multiply(false, weight);
+    if (needs_dw) multiply(true, x);
 }
 
 extern "C" int linear_forward(bool tf32, const float* x, const float* weight, const float* bias, float* h, void* scales,
@@ -1489,18 +1486,18 @@ Tensors forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     TORCH_CHECK(n % 8 == 0, "rows of multiples of 8 features");
     const Tensors outputs = forward_meta(x, weight, bias, y, eps, tf32, for_backward);
     const at::Tensor& out = outputs[0];
-    at::Tensor product = for_backward ? outputs[1] : out;  // what finish_residual reads: it may write out there
+    at::Tensor h = for_backward ? outputs[1] : out;  // finish_residual may write out where it reads h
     if (x.scalar_type() == at::kFloat) {
-        const at::Tensor ready_x = aligned(x), ready_weight = aligned(weight), ready_bias = aligned(bias);
+        const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight), aligned_bias = aligned(bias);
         const at::Tensor scales = for_backward ? outputs[2] : at::empty({n + m, 2}, x.options());
         const at::Tensor pieces = empty_pieces(m + n, k, tf32, x);
-        check_launch(linear_forward(tf32, floats(ready_x), floats(ready_weight), floats(ready_bias), floats(product),
+        check_launch(linear_forward(tf32, floats(aligned_x), floats(aligned_weight), floats(aligned_bias), floats(h),
             scales.data_ptr(), pieces.data_ptr(), m, n, k, current_stream()));
     } else {
-        at::linear_out(product, x, weight, bias);
+        at::linear_out(h, x, weight, bias);
     }
-    check_launch(finish_residual(kernel_dtype(x), product.data_ptr(), aligned(y).data_ptr(), nullptr, out.data_ptr(),
-        nullptr, m, n, float(eps), current_stream()));
+    check_launch(finish_residual(kernel_dtype(x), h.data_ptr(), aligned(y).data_ptr(), nullptr, out.data_ptr(), nullptr,
+        m, n, float(eps), current_stream()));
     return outputs;
 }
 
@@ -1510,15 +1507,15 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0 && n <= 8192, "rows of 8 to 8192 features, in eights");
-    const at::Tensor ready_grad = aligned(grad), ready_h = aligned(h), ready_y = aligned(y);
+    const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h), aligned_y = aligned(y);
     const auto make_grad_y = [&] {
-        if (needs[3]) results[3] = at::empty_like(ready_h);
+        if (needs[3]) results[3] = at::empty_like(aligned_h);
         return needs[3] ? results[3].data_ptr() : nullptr;
     };
     if (x.scalar_type() != at::kFloat) {
-        const at::Tensor g = at::empty_like(ready_h);
-        check_launch(finish_residual(kernel_dtype(x), ready_h.data_ptr(), ready_y.data_ptr(), ready_grad.data_ptr(),
-            g.data_ptr(), make_grad_y(), m, n, float(eps), current_stream()));
+        const at::Tensor g = at::empty_like(aligned_h);
+        check_launch(finish_residual(kernel_dtype(x), aligned_h.data_ptr(), aligned_y.data_ptr(),
+            aligned_grad.data_ptr(), g.data_ptr(), make_grad_y(), m, n, float(eps), current_stream()));
         if (needs[2]) results[2] = g.sum(at::IntArrayRef{0});
         if (needs[0]) results[0] = g.mm(weight);
         if (needs[1]) results[1] = g.t().mm(x);
@@ -1526,15 +1523,15 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     }
     const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options());
     const auto launch = [&](float* grad_y, const SplitGradient* split_g) {
-        return residual_gradients(tf32, floats(ready_grad), floats(ready_h), floats(ready_y), grad_y, floats(partials),
-            m, n, float(eps), split_g, current_stream());
+        return residual_gradients(tf32, floats(aligned_grad), floats(aligned_h), floats(aligned_y), grad_y,
+            floats(partials), m, n, float(eps), split_g, current_stream());
     };
-    const auto find_g = [&](const SplitGradient* split_g) {
+    const auto compute_g = [&](const SplitGradient* split_g) {
         const int error = launch(nullptr, split_g);
         if (needs[2]) results[2] = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(at::kFloat);
         return error;
     };
-    make_dx_and_dw(x, weight, scales, tf32, needs[0], needs[1], results, find_g);
+    compute_dx_and_dw(x, weight, scales, tf32, needs[0], needs[1], results, compute_g);
     // Last, when the products' memory is free: see row_gradients.
     if (needs[3]) check_launch(launch(static_cast<float*>(make_grad_y()), nullptr));
     return results;
@@ -1553,54 +1550,54 @@ struct LinearRowNormResidual : torch::autograd::Function<LinearRowNormResidual> 
         const at::Tensor& y, double eps, bool tf32) {
         static const auto forward = operator_of<decltype(forward_meta)>("NAMESPACE::forward");
         const at::AutoDispatchBelowADInplaceOrView no_autograd;
-        const Tensors made = forward.call(x, weight, bias, y, eps, tf32, true);
-        context->save_for_backward({x, weight, bias, y, made[1], made[2]});
+        const Tensors outputs = forward.call(x, weight, bias, y, eps, tf32, true);
+        context->save_for_backward({x, weight, bias, y, outputs[1], outputs[2]});
         context->saved_data["eps"] = eps;
         context->saved_data["tf32"] = tf32;
-        return made[0];
+        return outputs[0];
     }
     static Tensors backward(Context* context, const Tensors& grads) {
-        const Tensors t = context->get_saved_variables();  // in the order of save_for_backward
+        const Tensors saved = context->get_saved_variables();  // in the order of save_for_backward
         const double eps = context->saved_data["eps"].toDouble();
         std::array<bool, 4> needs;
         for (int i = 0; i < 4; ++i) needs[i] = context->needs_input_grad(i);
-        Tensors found;
+        Tensors gradients;
         // With is_grads_batched=True a tensor stands for several gradients: our operators have no rule for that.
         const c10::DispatchKeySet batched({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
         if (at::GradMode::is_enabled() || grads[0].key_set().has_any(batched)) {
-            found = differentiate_plainly(grads[0], t, eps, needs);
+            gradients = differentiate_plainly(grads[0], saved, eps, needs);
         } else {
             static const auto backward = operator_of<decltype(backward_meta)>("NAMESPACE::backward");
             const at::AutoDispatchBelowADInplaceOrView no_autograd;
             const bool tf32 = context->saved_data["tf32"].toBool();
-            found = backward.call(grads[0], t[0], t[1], t[4], t[5], t[3], eps, tf32, needs);
+            gradients = backward.call(grads[0], saved[0], saved[1], saved[4], saved[5], saved[3], eps, tf32, needs);
         }
         for (int i = 0; i < 4; ++i) {
-            if (!needs[i]) found[i] = at::Tensor();
+            if (!needs[i]) gradients[i] = at::Tensor();
         }
-        found.resize(6);  // none for eps and tf32
-        return found;
+        gradients.resize(6);  // none for eps and tf32
+        return gradients;
     }
-    // Differentiates the Model's formula, by ATen, with respect to views of the tensors. Views, because tensor a may be
-    // computed from tensor b. Autograd itself adds what goes through a to b's gradient, so it must not be in it
-    // already.
+    // Differentiates the Model's formula, by ATen, with respect to views of the inputs. Views, because one input may be
+    // computed from another. Without views, grad would also follow that path to the other's gradient. Autograd follows
+    // it after this call, and would count it twice.
     static Tensors differentiate_plainly(
-        const at::Tensor& grad, Tensors t, double eps, const std::array<bool, 4>& needs) {
+        const at::Tensor& grad, Tensors inputs, double eps, const std::array<bool, 4>& needs) {
         const bool create_graph = at::GradMode::is_enabled();
         const at::AutoGradMode enable_grad(true);
-        Tensors wanted, found(4);
+        Tensors needed, gradients(4);
         for (int i = 0; i < 4; ++i) {
-            t[i] = t[i].view_symint(t[i].sym_sizes());
-            if (needs[i]) wanted.push_back(t[i]);
+            inputs[i] = inputs[i].view_symint(inputs[i].sym_sizes());
+            if (needs[i]) needed.push_back(inputs[i]);
         }
-        const at::Tensor h = at::linear(t[0], t[1], t[2]);
+        const at::Tensor h = at::linear(inputs[0], inputs[1], inputs[2]);
         const at::Tensor z = at::layer_norm_symint(h, h.sym_sizes().slice(1), {}, {}, eps);
-        const at::Tensor out = z.add(t[3]).mul(t[3]);
-        const Tensors gradients = torch::autograd::grad({out}, wanted, {grad}, std::nullopt, create_graph);
+        const at::Tensor out = z.add(inputs[3]).mul(inputs[3]);
+        const Tensors needed_gradients = torch::autograd::grad({out}, needed, {grad}, std::nullopt, create_graph);
         for (int i = 0, next = 0; i < 4; ++i) {
-            if (needs[i]) found[i] = gradients[next++];
+            if (needs[i]) gradients[i] = needed_gradients[next++];
         }
-        return found;
+        return gradients;
     }
 };
 at::Tensor differentiable(
@@ -1875,7 +1872,7 @@ class ModelNew(nn.Module):
             tensors = (x, _read(linear, "weight"), _read(linear, "bias"), y)
         if tensors is None or not _fits(tensors):
             return _finish_plainly(norm, linear(x), y)
-        others = (norm.eps, _allows_tf32())
+        settings = (norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return _OPERATORS.differentiable.default(*tensors, *others)
-        return _OPERATORS.forward.default(*tensors, *others, False)[0]
+            return _OPERATORS.differentiable.default(*tensors, *settings)
+        return _OPERATORS.forward.default(*tensors, *settings, False)[0]
