@@ -109,7 +109,7 @@ CUDA = [
      "linear_products"),
     (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
     (CONV, "load_convolved<T>(p, tile, values);", "", "convolution"),
-    (HOPPER + CONV, "values[c] = rest_of(values[c]);", "values[c] = values[c];", "convolution"),
+    (HOPPER + CONV, "values[in] = residual_of(values[in]);", "values[in] = values[in];", "convolution"),
     (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
 
