@@ -1057,8 +1057,7 @@ __device__ __forceinline__ void write_and_reduce(
     }
 }
 
-// By all threads of the grid: sets to zero what its blocks will update, which are the totals or, in the backward's
-// launch, `max_x` and `recomputed`.
+// By all threads of the grid: sets the totals to zero or, in the backward's launch, `max_x` and `recomputed`.
 template <bool FORWARD> __device__ __forceinline__ void set_zeros(const ConvArguments& p) {
     const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
     const int threads = gridDim.y * gridDim.x * kThreads;
@@ -1199,8 +1198,7 @@ static bool is_benchmark(const Plan& plan) {
     return std::memcmp(&benchmark, &plan, sizeof benchmark) == 0;
 }
 
-// Launches the forward or, with FORWARD false, the backward's first kernel. All blocks run at once (a cooperative
-// launch), because they wait for each other.
+// Launches the forward or, if not FORWARD, the backward's first kernel: cooperatively, as blocks wait for each other.
 template <typename T, bool FORWARD>
 static int launch_convolution(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
     const int max_bytes = int(sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
@@ -1259,7 +1257,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 
 constexpr int kRoleWarps = 8;  // of `make_dh`, and of `multiply`
 constexpr int kMaxGradWidth = 32 * kRoleWarps;  // of x; the output has two fewer
-constexpr int kGradientThreads = 64 * kRoleWarps;  // of a block of differentiate_rows
+constexpr int kGradThreads = 64 * kRoleWarps;  // of a block of differentiate_rows
 constexpr int kMultiplierRegisters = 168, kMakerRegisters = 88;  // of a thread; together all 65536 of 2 * 256 threads
 constexpr int kSubRowCells = 8 * kRoleWarps + 2;  // 64, one for shifted matrices, one against bank conflicts
 constexpr int kRowCells = 4 * kSubRowCells;  // cells of a row of 8 channels, of hi or lo
@@ -1309,7 +1307,7 @@ template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
 // h and grad of a warp of `make_dh`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
 template <typename T> struct alignas(16) Fetched { Pair<T> h[4][kMaxGradWidth / 2], grad[4][kMaxGradWidth / 2]; };
 
-struct alignas(16) GradientShared {  // in dynamic shared memory, and behind it a Fetched for each warp of make_dh
+struct alignas(16) GradShared {  // in dynamic shared memory, and behind it a Fetched for each warp of make_dh
     uint4 x[kXRowStages][2 * kRowCells];  // [row % kXRowStages][cells of hi, then of lo]
     uint4 dh[2][4][2 * kRowCells];  // [row % 2][8 channels][cells of hi, then of lo]
     uint4 weights[2][kTaps][32];  // [16 output channels][tap][lane]: as add_to_grad_x reads them
@@ -1393,18 +1391,17 @@ __global__ void __launch_bounds__(32 * kMaxOutChannels)
 // weights. A weight is multiplied by grad_x_scale and divided by dh_scale of its output channel. So its product with
 // dh * dh_scale has the factor grad_x_scale, the same for all channels, and can be added up over them.
 template <typename T>
-__device__ __forceinline__ void prepare_shared(
-    const BackwardArguments<T>& p, GradientShared& shared, const RowBand& band) {
-    constexpr int kWords = (sizeof(GradientShared) + kRoleWarps * sizeof(Fetched<T>)) / sizeof(uint4);
+__device__ __forceinline__ void prepare_shared(const BackwardArguments<T>& p, GradShared& shared, const RowBand& band) {
+    constexpr int kWords = (sizeof(GradShared) + kRoleWarps * sizeof(Fetched<T>)) / sizeof(uint4);
     uint4* const words = reinterpret_cast<uint4*>(&shared);
-    for (int i = threadIdx.x; i < kWords; i += kGradientThreads) words[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < kWords; i += kGradThreads) words[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     if (threadIdx.x < 2) {
         mbarrier_init(&shared.full[threadIdx.x], 32 * kRoleWarps);
         mbarrier_init(&shared.empty[threadIdx.x], 32 * kRoleWarps);
     }
     prepare_scales<T, false>(p, shared.scales);
-    for (int c = threadIdx.x; c < p.out_channels; c += kGradientThreads) {
+    for (int c = threadIdx.x; c < p.out_channels; c += kGradThreads) {
         shared.channels[c] = p.channels[int64_t(band.sample) * p.out_channels + c];
     }
     __syncthreads();
@@ -1420,7 +1417,7 @@ __device__ __forceinline__ void prepare_shared(
         shared.grad_x_scale = grad_x_scale;
     }
     // B of mma.sync. A lane has input channel lane / 4 and output channels c, c + 1, c + 8 and c + 9 of 16.
-    for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kGradientThreads) {
+    for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kGradThreads) {
         const int lane = i % 32;
         const int tap = i / 32 % kTaps;
         const int c_block = i / (32 * kTaps);
@@ -1442,7 +1439,7 @@ __device__ __forceinline__ void prepare_shared(
 // and beta, in this order, to its row of partial sums: out_channels values each, 0 for other warps' channels. `sums`
 // are the lane's, of q and of q * h, by channel. bias has the gradient sum(q) * rstd * scale, scale sum(q * h) * rstd.
 template <typename T>
-__device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T>& p, const GradientShared& shared,
+__device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T>& p, const GradShared& shared,
     const RowBand& band, int first_channel, const float (&sums)[2][4]) {
     const int lane = threadIdx.x % 32;
     const int64_t own_row = int64_t(blockIdx.x) * kRoleWarps + first_channel / 4;
@@ -1469,7 +1466,7 @@ __device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T
 // to copy those of the next row from global memory (to `fetched`).
 template <typename T>
 __device__ __forceinline__ void make_dh(
-    const BackwardArguments<T>& p, GradientShared& shared, const RowBand& band, Fetched<T>& fetched) {
+    const BackwardArguments<T>& p, GradShared& shared, const RowBand& band, Fetched<T>& fetched) {
     fewer_registers<kMakerRegisters>();
     const int first_channel = threadIdx.x / 32 % kRoleWarps * 4;  // of the warp
     const int lane = threadIdx.x % 32;
@@ -1558,7 +1555,7 @@ __device__ __forceinline__ void make_dh(
 // output channel 16 b + 8 k + lane / 4 and input channel 2 (lane % 4) + i.
 template <typename T>
 __device__ __forceinline__ void add_to_grad_weights(
-    const GradientShared& shared, int row, float (&grad_weights)[2][kTaps][4]) {
+    const GradShared& shared, int row, float (&grad_weights)[2][kTaps][4]) {
     const int own_matrix = threadIdx.x % 32 / 8;  // the matrix that this lane points ldmatrix at: 0 to 3
     const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
 #pragma unroll(kIs16Bit<T> ? 1 : 2)  // as in add_to_grad_x
@@ -1601,7 +1598,7 @@ __device__ __forceinline__ void add_to_grad_weights(
 // By a warp: adds what a row of dh contributes to three rows of x's gradient. grad_x_rows[ky][j / 2][j % 2 * 2 + i] is
 // of the warp's column 4 (lane / 4) + j and input channel 2 (lane % 4) + i.
 template <typename T>
-__device__ __forceinline__ void add_to_grad_x(const GradientShared& shared, int row, float (&grad_x_rows)[3][2][4]) {
+__device__ __forceinline__ void add_to_grad_x(const GradShared& shared, int row, float (&grad_x_rows)[3][2][4]) {
     const int lane = threadIdx.x % 32;
     const int own_matrix = lane / 8 % 2;
     const int cell = threadIdx.x / 32 * 8 + lane % 8;
@@ -1660,7 +1657,7 @@ __device__ __forceinline__ void store_grad_x(
 
 // Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers.
 template <typename T>
-__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientShared& shared, const RowBand& band) {
+__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradShared& shared, const RowBand& band) {
     more_registers<kMultiplierRegisters>();
     float grad_weights[2][kTaps][4] = {}, grad_x_rows[3][2][4] = {};
     const float grad_x_factor = 1 / shared.grad_x_scale;
@@ -1688,13 +1685,13 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
 }
 
 template <typename T, bool BENCHMARK>
-__global__ void __launch_bounds__(kGradientThreads, 1)
+__global__ void __launch_bounds__(kGradThreads, 1)
     differentiate_rows(const __grid_constant__ BackwardArguments<T> given, int row_bands) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     BackwardArguments<T> p = given;
     if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
     extern __shared__ __align__(128) unsigned char dynamic_shared[];
-    GradientShared& shared = *reinterpret_cast<GradientShared*>(dynamic_shared);
+    GradShared& shared = *reinterpret_cast<GradShared*>(dynamic_shared);
     const int band_index = blockIdx.x % row_bands;  // in its sample
     const int first_row = p.height * band_index / row_bands;
     const int end_row = p.height * (band_index + 1) / row_bands;
@@ -1772,13 +1769,13 @@ static int row_bands_of(const int64_t* sizes) {
 // The most bands that a sample has in convolve_and_normalize: each but the last has two rows of the output or more.
 static int64_t max_bands(const int64_t* sizes) { return (sizes[kHeight] - 1) / 2; }
 // Bytes of the workspace, and rows of partial sums.
-extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* partial_rows) {
     const int64_t output_pixels = (sizes[kHeight] - 2) * (sizes[kWidth] - 2);
     const int64_t all_channels = sizes[kSamples] * sizes[kOutChannels];
     const int64_t h_bytes = (sizes[kType] == 0 ? 4 : 2) * output_pixels;  // of a channel
     const int64_t channel_bytes = sizeof(Channel) + sizeof(BandReductions) * max_bands(sizes) + h_bytes;
     *bytes = all_channels * channel_bytes + 2 * sizeof(uint32_t) * sizes[kSamples];
-    *rows = sizes[kSamples] * row_bands_of(sizes) * kRoleWarps;
+    *partial_rows = sizes[kSamples] * row_bands_of(sizes) * kRoleWarps;
 }
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
@@ -1798,21 +1795,21 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     p.band_reductions = band_reductions;
     // For is_benchmark, and for the bands in prepare_channels. launch_convolution plans its own copy of p.
     plan_convolution(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared)));
-    constexpr int bytes = sizeof(GradientShared) + kRoleWarps * sizeof(Fetched<T>);
+    constexpr int bytes = sizeof(GradShared) + kRoleWarps * sizeof(Fetched<T>);
     const int row_bands = row_bands_of(sizes);
     int error = launch_convolution<T, false>(p, sizes, stream);
     const auto kernel = is_benchmark(p) ? differentiate_rows<T, true> : differentiate_rows<T, false>;
     if (error == 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != 0) return error;
     prepare_channels<T><<<unsigned(p.samples) * p.groups, 32 * p.group_channels, 0, stream>>>(p, channels);
-    kernel<<<unsigned(p.samples) * row_bands, kGradientThreads, bytes, stream>>>(p, row_bands);
+    kernel<<<unsigned(p.samples) * row_bands, kGradThreads, bytes, stream>>>(p, row_bands);
     // Blocks of samples that are not `recomputed` end at once. A sample gets only eight blocks, because few samples are
     // marked (all, if prepare_scales gives NaN).
     recompute_gradients<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, row_bands);
-    const int64_t rows = sizes[kSamples] * row_bands * kRoleWarps;
+    const int64_t partial_rows = sizes[kSamples] * row_bands * kRoleWarps;
     auto* const grad_parameters = static_cast<float*>(pointers[kGradParameters]);
     const int blocks = (p.sums_per_row + 31) / 32;
-    add_partial_sums<<<blocks, 1024, 0, stream>>>(p.partial_sums, rows, p.sums_per_row, grad_parameters);
+    add_partial_sums<<<blocks, 1024, 0, stream>>>(p.partial_sums, partial_rows, p.sums_per_row, grad_parameters);
     return cudaGetLastError();
 }
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
@@ -1917,7 +1914,7 @@ TensorPair backward_meta(const Tensor&, at::TensorList tensors, const Tensor&, b
 }
 
 extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
-extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* partial_rows);
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
 
 // Raises an error if a launch failed, and clears it: else the runtime would report it after the next launch, too.
@@ -1974,11 +1971,11 @@ TensorPair backward_cuda(const Tensor& grad, at::TensorList tensors, const Tenso
     auto [grad_x, grad_parameters] = backward_meta(grad, tensors, group_data, wants_grad_x);
     if (grad.numel() == 0) return {grad_x, grad_parameters.zero_()};
     Arguments arguments(tensors, grad_x, group_data);  // kOut is not read: h is written to the workspace
-    int64_t bytes, rows;
-    conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
-    const Tensor sums = at::empty({rows, grad_parameters.numel()}, grad_parameters.options());
-    const Tensor workspace = at::empty({bytes}, sums.options().dtype(at::kByte));
-    for (const Tensor& t : {workspace, aligned(grad), grad_x, sums, grad_parameters}) arguments.add(t);
+    int64_t bytes, partial_rows;
+    conv_backward_sizes(arguments.sizes.data(), &bytes, &partial_rows);
+    const Tensor partial_sums = at::empty({partial_rows, grad_parameters.numel()}, grad_parameters.options());
+    const Tensor workspace = at::empty({bytes}, partial_sums.options().dtype(at::kByte));
+    for (const Tensor& t : {workspace, aligned(grad), grad_x, partial_sums, grad_parameters}) arguments.add(t);
     check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
     return {grad_x, grad_parameters};
 }
@@ -2255,9 +2252,9 @@ class ModelNew(nn.Module):
         modules = self._modules
         conv, norm = modules.get("conv"), modules.get("group_norm")  # as `_read` does
         if NAMESPACE and self._is_usual(conv, norm):
-            of_conv = (_read(conv, "weight"), _read(conv, "bias"))
-            of_norm = (_read(norm, "weight"), _read(norm, "bias"))
-            tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)
+            conv_parameters = (_read(conv, "weight"), _read(conv, "bias"))
+            norm_parameters = (_read(norm, "weight"), _read(norm, "bias"))
+            tensors = (x, *conv_parameters, _read(self, "bias"), _read(self, "scale"), *norm_parameters)
             if _are_ordinary(tensors):
                 return _OPERATORS.network.default(*tensors, norm.num_groups, norm.eps)
         return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
