@@ -84,20 +84,20 @@ template <int V> __device__ __forceinline__ float value_of(const Pack<__nv_bfloa
     return __uint_as_float(i % 2 == 0 ? two << 16 : two & 0xffff0000);
 }
 // Holds a pack of x and, in the backward (INPUTS = 2, in the forward 1), the pack of g at the same place.
-template <typename T, int V, int INPUTS> struct Inputs { Pack<T, V> pack[INPUTS]; };
-// Reads a pack of each input from shared memory: that of x, and that of g `distance` packs after it.
-template <int INPUTS, typename T, int V> __device__ __forceinline__ Inputs<T, V, INPUTS> read(
-    const Pack<T, V>* x, int distance) {
-    Inputs<T, V, INPUTS> inputs;
+template <typename T, int V, int INPUTS> struct InputPacks { Pack<T, V> pack[INPUTS]; };
+// Reads a pack of each input from shared memory: that of x, and that of g `stride` packs after it.
+template <int INPUTS, typename T, int V> __device__ __forceinline__ InputPacks<T, V, INPUTS> read_inputs(
+    const Pack<T, V>* x, int stride) {
+    InputPacks<T, V, INPUTS> inputs;
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) inputs.pack[j] = x[j * distance];
+    for (int j = 0; j < INPUTS; ++j) inputs.pack[j] = x[j * stride];
     return inputs;
 }
 
 // What a launch computes, and what the host needs for it.
 template <typename T> struct Params {
-    const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
-    T* to;  // y, in the backward dx
+    const T* input[2];  // x, and in the backward g: `slices` contiguous slices of n values
+    T* output;  // y, in the backward dx
     int64_t slices, n;
     double inverse_n;  // 1 / n
     float eps;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void copy_async(void* shared, const void* from) {
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
 }
-// The thread makes a cp.async group (not of threads) of the copies that it began since its last call. The group counts
-// even if it is empty. Then the thread waits until all but the last N groups are complete. Before 8.0 it does nothing.
+// The thread commits the copies that it began since its last call as one cp.async group, which counts even if it is
+// empty. Then it waits until all but its last N groups are complete. Before 8.0 this does nothing.
 template <int N> __device__ __forceinline__ void commit_and_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;\ncp.async.wait_group %0;" : : "n"(N) : "memory");
@@ -158,7 +158,7 @@ template <typename T, bool RAGGED> struct Span {
     // Loads pack p of input j (0: x, 1: g). If ASYNC, it only begins to copy the pack to shared memory.
     template <bool ASYNC> __device__ void load(const Params<T>& params, Pack<T, V>& to, int j, int p) const {
         const int64_t at = base + int64_t(p) * V;
-        const T* const from = params.from[j] + at;
+        const T* const from = params.input[j] + at;
         if (RAGGED && at + V > params.slices * params.n) {
             // The tensor ends inside this pack. Load the values that exist, at once even if ASYNC.
 #pragma unroll
@@ -173,7 +173,7 @@ template <typename T, bool RAGGED> struct Span {
     }
     // Stores pack p of the output: only the slice's values.
     __device__ void store(const Params<T>& params, const Pack<T, V>& pack, int p) const {
-        T* const to = params.to + base + int64_t(p) * V;
+        T* const to = params.output + base + int64_t(p) * V;
         const unsigned mask = this->mask(p);
         if (mask == kWholePack<V>) {
             *reinterpret_cast<Pack<T, V>*>(to) = pack;
@@ -190,28 +190,28 @@ template <typename T, bool RAGGED> struct Span {
 // Sums, and the output. The output needs a slice's sums of d and d * d and, in the backward, of e and d * e. Here d is
 // x - shift[0], and e is g - shift[1]. Then mean(x) = shift[0] + mean(d), and var = mean(d * d) - mean(d)^2. If the
 // shift is near the mean, mean(d) is small, and subtracting mean(d)^2 loses little precision, even if x is noise around
-// 10000. Two kinds of sums use the slice's first value instead: those that find a shift, and the double sums of larger
-// slices.
+// 10000. Two kinds of sums have the slice's first value as shift: those that find a shift near the mean, and the double
+// sums of larger slices.
 
 // Adds the values of `inputs`, if RAGGED only those in `mask`, to `sum`: the thread's sums of d, d * d, e and d * e.
 // It first adds up the values of a pack, and then adds that to `sum`. So each value is rounded fewer times.
 template <bool RAGGED, typename T, int V, int INPUTS> __device__ __forceinline__ void add_to_sums(
-    float* sum, const Inputs<T, V, INPUTS>& inputs, unsigned mask, const float (&shift)[INPUTS]) {
-    float of_pack[2 * INPUTS] = {};
+    float* sum, const InputPacks<T, V, INPUTS>& inputs, unsigned mask, const float (&shift)[INPUTS]) {
+    float pack_sums[2 * INPUTS] = {};
 #pragma unroll
     for (int i = 0; i < V; ++i) {
         if (RAGGED && !(mask >> i & 1)) continue;
         const float d = value_of(inputs.pack[0], i) - shift[0];
-        of_pack[0] += d;
-        of_pack[1] = fmaf(d, d, of_pack[1]);
+        pack_sums[0] += d;
+        pack_sums[1] = fmaf(d, d, pack_sums[1]);
         if constexpr (INPUTS == 2) {
             const float e = value_of(inputs.pack[1], i) - shift[1];
-            of_pack[2] += e;
-            of_pack[3] = fmaf(d, e, of_pack[3]);
+            pack_sums[2] += e;
+            pack_sums[3] = fmaf(d, e, pack_sums[3]);
         }
     }
 #pragma unroll
-    for (int k = 0; k < 2 * INPUTS; ++k) sum[k] += of_pack[k];
+    for (int k = 0; k < 2 * INPUTS; ++k) sum[k] += pack_sums[k];
 }
 
 // A Normalizer turns a slice's values into its outputs. A float is not exact enough for a mean: the mean of x is
@@ -243,7 +243,7 @@ template <int INPUTS> struct Normalizer {
             offset = residual[0] * slope - residual[1];
         }
     }
-    template <typename T, int V> __device__ Pack<T, V> operator()(const Inputs<T, V, INPUTS>& inputs) const {
+    template <typename T, int V> __device__ Pack<T, V> operator()(const InputPacks<T, V, INPUTS>& inputs) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -292,33 +292,33 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
 // same COUNT share one of_warp. For groups of several warps, a kernel may therefore make only one call per COUNT: a
 // second could overwrite sums that a slow warp still reads.
 template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int group_threads) {
-    __shared__ float of_warp[kMaxGroupThreads / 32][COUNT];
+    __shared__ float warp_values[kMaxGroupThreads / 32][COUNT];
     if (group_threads <= 32) return add_over_lanes(value, group_threads);
     const int warps = group_threads / 32, first_warp = (threadIdx.x & -group_threads) / 32;
     add_over_lanes(value, 32);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k) of_warp[threadIdx.x / 32][k] = value[k];
+        for (int k = 0; k < COUNT; ++k) warp_values[threadIdx.x / 32][k] = value[k];
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) value[k] = of_warp[first_warp + threadIdx.x % warps][k];
+    for (int k = 0; k < COUNT; ++k) value[k] = warp_values[first_warp + threadIdx.x % warps][k];
     add_over_lanes(value, warps);
 }
 
 // Computes the Normalizer of a slice. All threads of the block call it. shift: the slice's first values; they become
-// the sample's means. add(sum, shift, of_sample) adds a thread's values to `sum` as add_to_sums does; if of_sample,
-// only those in the sample. add_over_slice(sums) adds up sums over all threads of a slice. inverse_k: 1 / k.
+// the sample's means. add(sum, shift, only_sample) adds a thread's values to `sum` as add_to_sums does; if only_sample,
+// those in the sample. add_over_slice(sums) adds up sums over all threads of a slice. inverse_k: 1 / k.
 template <typename T, int INPUTS, typename Add, typename AddOverSlice>
 __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>& params, float inverse_k,
     float (&shift)[INPUTS], const Add& add, const AddOverSlice& add_over_slice) {
     // Move the shifts to the sample's means, up to a small error. Each thread divides its own sums before these are
-    // added up, because a total could overflow sooner.
-    float of_sample[2 * INPUTS] = {};  // only the sums of d and e are used: the compiler drops the others
-    add(of_sample, shift, true);
+    // added up, because the total might overflow.
+    float sample_sums[2 * INPUTS] = {};  // only the sums of d and e are used: the compiler drops the others
+    add(sample_sums, shift, true);
     float mean_minus_shift[INPUTS];
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) mean_minus_shift[j] = of_sample[2 * j] * inverse_k;
+    for (int j = 0; j < INPUTS; ++j) mean_minus_shift[j] = sample_sums[2 * j] * inverse_k;
     add_over_slice(mean_minus_shift);
 #pragma unroll
     for (int j = 0; j < INPUTS; ++j) shift[j] += mean_minus_shift[j];
@@ -329,7 +329,7 @@ __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>
 #pragma unroll
     for (int k = 1; k < 2 * INPUTS; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
     // The sums of d and e are divided later, in Normalizer. Their totals cannot overflow, because the shifts are near
-    // the means now. Divided per thread, the smallest sums would underflow to 0.
+    // the means now. Here the smallest of a thread's sums would underflow to 0.
     add_over_slice(sum);
     Normalizer<INPUTS> normalizer;
     normalizer.set(sum, shift, inverse_n, params.eps);
@@ -340,7 +340,7 @@ __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>
 // convert x to float, which the sums and the output share, once, and keep it in registers until the output. With at
 // most 16 values a thread that is good. With more it has too few registers, and would spill them.
 template <typename T, int V, int INPUTS, int PACKS> __device__ __forceinline__ void make_opaque(
-    Inputs<T, V, INPUTS> (&held)[PACKS]) {
+    InputPacks<T, V, INPUTS> (&held)[PACKS]) {
     if constexpr (PACKS * INPUTS * V > 16) {
         uint32_t* const words = reinterpret_cast<uint32_t*>(held);
 #pragma unroll
@@ -365,17 +365,17 @@ __global__ void __launch_bounds__(kMaxGroupThreads, 1024 / kMaxGroupThreads)
             if (p < span.packs) use(i, p);
         }
     };
-    Inputs<T, V, INPUTS> held[PACKS];
+    InputPacks<T, V, INPUTS> held[PACKS];
     for_each_pack([&](int i, int p) {
 #pragma unroll
         for (int j = 0; j < INPUTS; ++j) span.template load<false>(params, held[i].pack[j], j, p);
     });
     float shift[INPUTS];
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) shift[j] = span.packs > 0 ? float(params.from[j][span.base + span.head]) : 0;
-    const auto add = [&](float* sum, const float (&shift)[INPUTS], bool of_sample) {
+    for (int j = 0; j < INPUTS; ++j) shift[j] = span.packs > 0 ? float(params.input[j][span.base + span.head]) : 0;
+    const auto add = [&](float* sum, const float (&shift)[INPUTS], bool only_sample) {
         for_each_pack([&](int i, int p) {
-            if (!of_sample || i < kSamplePacks) add_to_sums<RAGGED>(sum, held[i], span.mask(p), shift);
+            if (!only_sample || i < kSamplePacks) add_to_sums<RAGGED>(sum, held[i], span.mask(p), shift);
         });
         make_opaque(held);
     };
@@ -420,17 +420,17 @@ template <bool ASYNC, typename T> __device__ void copy_run(T* to, const T* from,
 }
 // Adds up each of COUNT values over the parts of a slice. All threads of the block call it, once for each COUNT.
 template <int COUNT> __device__ void add_over_parts(float (&value)[COUNT]) {
-    __shared__ float of_thread[COUNT][kBlockThreads];
+    __shared__ float thread_values[COUNT][kBlockThreads];
     if (blockDim.y == 1) return;
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) of_thread[k][threadIdx.y * blockDim.x + threadIdx.x] = value[k];
+    for (int k = 0; k < COUNT; ++k) thread_values[k][threadIdx.y * blockDim.x + threadIdx.x] = value[k];
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) value[k] = 0;
 #pragma unroll 1
     for (int part = 0; part < blockDim.y; ++part) {
 #pragma unroll
-        for (int k = 0; k < COUNT; ++k) value[k] += of_thread[k][part * blockDim.x + threadIdx.x];
+        for (int k = 0; k < COUNT; ++k) value[k] += thread_values[k][part * blockDim.x + threadIdx.x];
     }
 }
 
@@ -442,13 +442,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
     constexpr int kSampleWords = sizeof(T) == 4 ? kMaxPartWords : 4;  // the words of a part that are in the sample
     const int n = int(params.n), words = n / W;
     const int64_t first_slice = int64_t(blockIdx.x) * blockDim.x;
-    // The run of x and, in the backward, the run of g, `room` values after it. The last block may have fewer slices
-    // than blockDim.x. Its other threads compute with whatever is there, and nobody copies their outputs.
+    // The run of x and, in the backward, `stride` values after it, that of g. The last block may have fewer slices than
+    // blockDim.x. Its other threads compute with whatever is there, and nobody copies their outputs.
     extern __shared__ __align__(128) uint4 shared[];
     T* const run = reinterpret_cast<T*>(shared);
-    const int room = blockDim.x * n, run_values = int(min(int64_t(blockDim.x), params.slices - first_slice)) * n;
+    const int stride = blockDim.x * n, run_values = int(min(int64_t(blockDim.x), params.slices - first_slice)) * n;
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) copy_run<true>(run + j * room, params.from[j] + first_slice * n, run_values);
+    for (int j = 0; j < INPUTS; ++j) copy_run<true>(run + j * stride, params.input[j] + first_slice * n, run_values);
     commit_and_wait<0>();
     __syncthreads();
 
@@ -459,24 +459,24 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
     const int begin = min(threadIdx.y * part_words, words), end = min(begin + part_words, words);
     // Calls use(x, inputs) for each of the thread's words before `limit` and, in part 0, for the single value if there
     // is one. x points to that word or value in the run of x.
-    const auto for_each_pack = [&](int limit, const auto& use) {
+    const auto for_each_word = [&](int limit, const auto& use) {
 #pragma unroll 4
-        for (int w = begin; w < limit; ++w) use(first_word + w, read<INPUTS>(first_word + w, room / W));
-        if (n % W != 0 && threadIdx.y == 0) use(single, read<INPUTS>(single, room));
+        for (int w = begin; w < limit; ++w) use(first_word + w, read_inputs<INPUTS>(first_word + w, stride / W));
+        if (n % W != 0 && threadIdx.y == 0) use(single, read_inputs<INPUTS>(single, stride));
     };
     float shift[INPUTS];
 #pragma unroll
-    for (int j = 0; j < INPUTS; ++j) shift[j] = float(slice[j * room]);
-    const auto add = [&](float* sum, const float (&shift)[INPUTS], bool of_sample) {
-        for_each_pack(of_sample ? min(begin + kSampleWords, end) : end,
+    for (int j = 0; j < INPUTS; ++j) shift[j] = float(slice[j * stride]);
+    const auto add = [&](float* sum, const float (&shift)[INPUTS], bool only_sample) {
+        for_each_word(only_sample ? min(begin + kSampleWords, end) : end,
             [&](auto*, const auto& inputs) { add_to_sums<false>(sum, inputs, 0, shift); });
     };
     const int sample_values = min(int(blockDim.y) * kSampleWords, words) * W + n % W;
     const auto normalizer = compute_normalizer(
         params, __fdividef(1, float(sample_values)), shift, add, [](auto& sums) { add_over_parts(sums); });
-    for_each_pack(end, [&](auto* x, const auto& inputs) { *x = normalizer(inputs); });
+    for_each_word(end, [&](auto* x, const auto& inputs) { *x = normalizer(inputs); });
     __syncthreads();
-    copy_run<false>(params.to + first_slice * n, run, run_values);
+    copy_run<false>(params.output + first_slice * n, run, run_values);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -555,12 +555,12 @@ struct Tiling {
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 template <typename T, int INPUTS, bool RAGGED> struct WarpSums {
-    static constexpr int V = kValuesPer16Bytes<T>, kSums = 2 * INPUTS, kValuesAt = kSums;
+    static constexpr int V = kValuesPer16Bytes<T>, kSums = 2 * INPUTS, kCountIndex = kSums;
     float shift[INPUTS];
-    float sum[kValuesAt + 1] = {};  // d, d * d, e, d * e, and at kValuesAt the number of values
+    float sum[kCountIndex + 1] = {};  // d, d * d, e, d * e, and at kCountIndex the number of values
 
     // inputs: the lane's first pack of the tile. mask: which of its values belong to the slice; 0 if it has no pack.
-    __device__ void choose_shift(const Inputs<T, V, INPUTS>& inputs, unsigned mask) {
+    __device__ void choose_shift(const InputPacks<T, V, INPUTS>& inputs, unsigned mask) {
         // Lane 1 chooses, or lane 0 if only lane 0 has a pack. Lane 0 may have the slice's first pack, where value 0
         // may be a neighbour's, and the only own value an outlier. Lane 1 has a pack then: a slice's first tile has at
         // least 32. In all other packs value 0 belongs to the slice.
@@ -573,31 +573,31 @@ template <typename T, int INPUTS, bool RAGGED> struct WarpSums {
             shift[j] = __shfl_sync(~0u, own, chooser);
         }
     }
-    __device__ void add(const Inputs<T, V, INPUTS>& inputs, unsigned mask) {
+    __device__ void add(const InputPacks<T, V, INPUTS>& inputs, unsigned mask) {
         add_to_sums<RAGGED>(sum, inputs, mask, shift);
-        sum[kValuesAt] += __popc(mask);
+        sum[kCountIndex] += __popc(mask);
     }
     // Adds up the lanes' sums. Lane 0 converts the totals to sums around the slice's first values, and stores them.
-    // x_apart and g_apart are the shifts minus these first values:
-    //     sum (d + x_apart)^2 = sum d^2 + 2 * x_apart * sum d + values * x_apart^2
-    //     sum (d + x_apart) * (e + g_apart) = sum d * e + x_apart * sum e + g_apart * sum (d + x_apart)
+    // x_delta and g_delta are the shifts minus these first values:
+    //     sum (d + x_delta)^2 = sum d^2 + 2 * x_delta * sum d + values * x_delta^2
+    //     sum (d + x_delta) * (e + g_delta) = sum d * e + x_delta * sum e + g_delta * sum (d + x_delta)
     __device__ void store(double* to, const T (&first_value)[INPUTS]) {
         add_over_lanes(sum, 32);
         if (threadIdx.x % 32 != 0) return;
-        const double x_apart = double(shift[0]) - float(first_value[0]);
-        const double values = sum[kValuesAt];
-        to[0] = sum[0] + values * x_apart;
-        to[1] = sum[1] + x_apart * (2.0 * sum[0] + values * x_apart);
+        const double x_delta = double(shift[0]) - float(first_value[0]);
+        const double values = sum[kCountIndex];
+        to[0] = sum[0] + values * x_delta;
+        to[1] = sum[1] + x_delta * (2.0 * sum[0] + values * x_delta);
         if constexpr (INPUTS == 2) {
-            const double g_apart = double(shift[1]) - float(first_value[1]);
-            to[2] = sum[2] + values * g_apart;
-            to[3] = sum[3] + x_apart * sum[2] + g_apart * to[0];
+            const double g_delta = double(shift[1]) - float(first_value[1]);
+            to[2] = sum[2] + values * g_delta;
+            to[3] = sum[3] + x_delta * sum[2] + g_delta * to[0];
         }
     }
 };
 
 // Adds up a value over every kSums-th lane of a warp. All of these lanes get the same bits.
-template <int kSums> __device__ double add_every(double value) {
+template <int kSums> __device__ double add_over_strided_lanes(double value) {
 #pragma unroll
     for (int lane_mask = 16; lane_mask >= kSums; lane_mask /= 2) value += __shfl_xor_sync(~0u, value, lane_mask);
     return value;
@@ -624,7 +624,7 @@ template <int kSums> __device__ double add_published(const double* from, int til
         for (int k = 0; k < kAtOnce; ++k) total += sum[k];
     }
     __syncwarp();
-    return add_every<kSums>(total);
+    return add_over_strided_lanes<kSums>(total);
 }
 
 // Tile `index` of a slice, or no tile if `slice` is -1. A worker thread has up to PACKS of the slice's packs:
@@ -645,7 +645,7 @@ template <typename T, int INPUTS, bool RAGGED, int PACKS> struct Tile {
         first_pack = index * tiling.packs_per_tile + int(threadIdx.x) / 32 * 32 * PACKS + int(threadIdx.x) % 32;
         end_pack = min((index + 1) * tiling.packs_per_tile, span.packs);
 #pragma unroll
-        for (int j = 0; j < INPUTS; ++j) first_value[j] = params.from[j][slice * params.n];
+        for (int j = 0; j < INPUTS; ++j) first_value[j] = params.input[j][slice * params.n];
     }
 };
 
@@ -658,15 +658,14 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
     // threads. Aligned to only 16 bytes, `stages` would make the forward take 1.15 times as long (H200, 1 MiB in
     // float32), the backward 1.04 times, in bfloat16 1.07.
     extern __shared__ __align__(128) uint4 stages[];
-    // One of each for even rounds and one for odd rounds: workers store one of_warp while the reducer may still read
+    // One of each for even rounds and one for odd rounds: workers store one warp_sums while the reducer may still read
     // the other, and read one Normalizer while the reducer stores the other.
-    __shared__ double of_warp[2][kMaxTileThreads / 32][kSums];
+    __shared__ double warp_sums[2][kMaxTileThreads / 32][kSums];
     __shared__ Normalizer<INPUTS> normalizers[2];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, worker_warps = blockDim.x / 32 - 1;
-    const auto slot_of = [&](int round) {  // the thread's first pack in the round's stage
+    const auto stage_of = [&](int round) {  // the thread's first pack in the round's stage
         return reinterpret_cast<Pack<T, V>*>(stages) + (warp * STAGES + round % STAGES) * PACKS * INPUTS * 32 + lane;
     };
-    // A slice's section of the workspace.
     const auto section_of = [&](int slice) { return params.workspace + int64_t(slice) * tiling.section_doubles; };
 
     Tile<T, INPUTS, RAGGED, PACKS> tiles[STAGES + 1];  // the tile that arrives, ..., the tile that is written
@@ -682,31 +681,32 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
         tiles[0] = Tile<T, INPUTS, RAGGED, PACKS>(params, tiling, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < worker_warps) {
             const Normalizer<INPUTS> normalizer = normalizers[(round + 1) % 2];
-            // summed_slot holds the tile that arrived last round. slot holds the written tile; pack by pack the
-            // arriving tile replaces it.
-            const Pack<T, V>* const summed_slot = slot_of(round + STAGES - 1);
-            Pack<T, V>* const slot = slot_of(round);
+            // summed_stage holds the tile that arrived last round. In written_stage the arriving tile replaces the
+            // written tile, pack by pack.
+            const Pack<T, V>* const summed_stage = stage_of(round + STAGES - 1);
+            Pack<T, V>* const written_stage = stage_of(round);
             WarpSums<T, INPUTS, RAGGED> sums;
 #pragma unroll
             for (int i = 0; i < PACKS; ++i) {
                 const int at = i * INPUTS * 32;  // where the warp's i-th packs are in its part of a stage
                 const int summed_pack = summed.first_pack + i * 32;
                 const unsigned mask = summed_pack < summed.end_pack ? summed.span.mask(summed_pack) : 0;
-                const Inputs<T, V, INPUTS> inputs = read<INPUTS>(summed_slot + at, 32);
+                const InputPacks<T, V, INPUTS> inputs = read_inputs<INPUTS>(summed_stage + at, 32);
                 if (i == 0) sums.choose_shift(inputs, mask);
                 if (mask != 0) sums.add(inputs, mask);
                 const int written_pack = written.first_pack + i * 32;
                 if (writes_output && written_pack < written.end_pack) {
-                    written.span.store(params, normalizer(read<INPUTS>(slot + at, 32)), written_pack);
+                    written.span.store(params, normalizer(read_inputs<INPUTS>(written_stage + at, 32)), written_pack);
                 }
                 const int p = arriving.first_pack + i * 32;
 #pragma unroll
                 for (int j = 0; j < INPUTS; ++j) {
-                    if (p < arriving.end_pack) arriving.span.template load<true>(params, slot[at + j * 32], j, p);
+                    if (p >= arriving.end_pack) continue;
+                    arriving.span.template load<true>(params, written_stage[at + j * 32], j, p);
                 }
                 commit_and_wait<PACKS - 1>();
             }
-            sums.store(of_warp[round % 2][warp], summed.first_value);
+            sums.store(warp_sums[round % 2][warp], summed.first_value);
         } else if (writes_output && waiting.slice >= 0) {
             // In the second of two launches a block may have several tiles of a slice, which need the same Normalizer.
             if (waiting.slice != known_slice) {
@@ -726,8 +726,9 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
         __syncthreads();
         if (warp == worker_warps && summed.slice >= 0) {
             double total = 0;
-            for (int w = lane / kSums; w < worker_warps; w += 32 / kSums) total += of_warp[round % 2][w][lane % kSums];
-            total = add_every<kSums>(total);
+            const int first_warp = lane / kSums, k = lane % kSums;
+            for (int w = first_warp; w < worker_warps; w += 32 / kSums) total += warp_sums[round % 2][w][k];
+            total = add_over_strided_lanes<kSums>(total);
             // A sum that has the bits of kEmpty becomes another NaN, 0xFFFF000000000000.
             const bool is_empty_pattern = __double_as_longlong(total) == kEmpty;
             volatile double* const to = section_of(summed.slice) + summed.index * kSums;
@@ -778,8 +779,8 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
     const int64_t resident_blocks = int64_t(blocks_per_sm) * sms;
     // A slice gets the fewest tiles that hold it. If that leaves resident blocks idle, it gets more, but each tile
     // before the last still fills at least one warp. packs_per_tile is a multiple of 32.
-    const int64_t fewest_tiles = divide_up(packs, worker_warps * kWarpPacks), most_tiles = divide_up(packs, kWarpPacks);
-    const int64_t wanted_tiles = std::max(fewest_tiles, std::min(most_tiles, resident_blocks / params.slices));
+    const int64_t min_tiles = divide_up(packs, worker_warps * kWarpPacks), max_tiles = divide_up(packs, kWarpPacks);
+    const int64_t wanted_tiles = std::max(min_tiles, std::min(max_tiles, resident_blocks / params.slices));
     const int64_t packs_per_tile = divide_up(divide_up(packs, wanted_tiles), 32) * 32;
     const int64_t tiles_per_slice = divide_up(packs, packs_per_tile);
     if constexpr (STAGES == 4) {  // larger slices fit with three: each stage is larger
@@ -797,7 +798,7 @@ static cudaError_t launch_in_many_blocks(Params<T> params, int64_t packs) {
         RETURN_ERROR_OF(cudaMemsetAsync(params.workspace, 0xff, workspace_bytes, params.stream));
         if (cudaLaunchCooperativeKernel(kernel, grid, block_threads, args, shared_bytes, params.stream) == cudaSuccess)
             return cudaSuccess;
-        // In a part of a GPU (MIG, MPS) fewer blocks may be resident than was computed. Then this launch is refused.
+        // On a part of a GPU (MIG, MPS) fewer blocks may be resident than computed above. Then this launch is refused.
         // Clear its error, whatever it is, and launch twice instead, so that no block waits.
         cudaGetLastError();
     }

@@ -102,14 +102,14 @@ JUDGE = [
 CUDA = [
     (NORM, "rsqrtf((variance < 0 ? 0 : variance) + eps);", "rsqrtf(variance < 0 ? 0 : variance);", "instance_norm"),
     (NORM, "offset = residual[0] * slope - residual[1];", "offset = 0;", "instance_norm"),
-    (NORM, "sum[kValuesAt] += __popc(mask);", "sum[kValuesAt] += kValuesPer16Bytes<T>;", "instance_norm"),
-    (NORM, "sums.store(of_warp[round % 2][warp]", "sums.store(of_warp[0][warp]", "instance_norm"),
+    (NORM, "sum[kCountIndex] += __popc(mask);", "sum[kCountIndex] += kValuesPer16Bytes<T>;", "instance_norm"),
+    (NORM, "sums.store(warp_sums[round % 2][warp]", "sums.store(warp_sums[0][warp]", "instance_norm"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.slot_full[slot_ring.index], slot_ring.parity);", "", "linear_products"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);", "",
      "linear_products"),
     (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
     (CONV, "load_convolved<T>(p, tile, values);", "", "convolution"),
-    (HOPPER + CONV, "values[c] = rest_of(values[c]);", "values[c] = values[c];", "convolution"),
+    (HOPPER + CONV, "values[in] = residual_of(values[in]);", "values[in] = values[in];", "convolution"),
     (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
 
