@@ -199,7 +199,7 @@ constexpr int kMaxTileChannels = 32;                            // output channe
 constexpr int kMaxStageChannels = 8;                            // input channels; two taps of 8 are mma's k, 16
 constexpr int kMaxTaps = 9;                                     // of a 3x3 kernel; a tap is one of its positions
 constexpr int kMaxStages = 16;                                  // stages whose weights can stay in shared memory
-constexpr int kMinTilesToStagger = 16;                          // per block, for half of the blocks to begin later
+constexpr int kMinTilesToStagger = 16;                          // tiles per block; with fewer, all begin at once
 constexpr int kTileColumns = 32;                                // pixel columns of a tile
 constexpr int kPairStride = kTileColumns / kPairs;              // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
@@ -243,8 +243,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int x_floats;  // of shared memory for a stage's x, or for the row buffer in which write_rows arranges the output
     int weight_floats;  // of shared memory for a stage's weights
     int stages;
-    // Whether the weights of all stages stay in shared memory, for all tiles of the block. If not, each stage of each
-    // tile loads its weights again.
+    // Whether all stages' weights stay in shared memory for all tiles. If not, each stage of each tile loads its own.
     bool keeps_weights;
     Mode mode;
     float eps;
@@ -287,7 +286,7 @@ struct Shared {
     ChannelParameters parameters[kMaxTileChannels];
     int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
-    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights, if they stay in shared memory; see Pieces
+    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights in shared memory, see Pieces
     Tile tiles[2];  // this one and the next
 };
 
@@ -402,11 +401,11 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
-// product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of
-// 2^-24, an error of up to 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo.
-// Multiplied by the other factor, which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9
-// taps adds to h an error of at most 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times
-// `unscale`. Where this might change z, `recompute_in_float` convolves again.
+// product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of 2^-24, an error of up to
+// 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo. Multiplied by the other factor,
+// which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9 taps adds to h an error of at most
+// 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times `unscale`. Where this might change
+// z, `recompute_in_float` convolves again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
     return min(p.stage_channels, p.in_channels - first_in);
@@ -1160,8 +1159,8 @@ __device__ __forceinline__ void sum_gradients(
 #pragma unroll
         for (int k = 0; k < kChunkPixels; ++k) {
             sums[o].add<true>(g[k]);
-            float& other = sums[kThreadChannels + o].sum;
-            other = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, other);
+            float& product_sum = sums[kThreadChannels + o].sum;
+            product_sum = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, product_sum);
         }
         __syncwarp();  // otherwise nvcc moves all loads of g to the front, and runs out of registers
     }
@@ -2140,7 +2139,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     pixel_tiles = ((rows + 15) // 16) * ((columns + 31) // 32)
     if samples * ((out_channels + 15) // 16) * pixel_tiles >= 2**30 or height * width >= 2**31 - 64:
         return False
-    if torch.compiler.is_compiling():  # more guards would limit a program for any size to some
+    if torch.compiler.is_compiling():  # more guards would restrict a program for any size
         return True
     # Each tile reads all sums of its own groups. If these are more than 2^16, we take longer than PyTorch (estimated).
     # The backward writes 32 bytes a tile and channel: for images of few pixels that is more than x and out.
@@ -2149,7 +2148,7 @@ def fits(tensors: tuple, groups: int) -> bool:
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether our operators convolve, too. On a GPU they do 3x3 and 1x1; of many input channels cuDNN is faster."""
+    """Whether our operators convolve. On a GPU they do 3x3 and 1x1; for many input channels cuDNN is faster."""
     in_channels, kernel = weight.shape[1], tuple(weight.shape[2:])
     return x.is_cpu or kernel in ((1, 1), (3, 3)) and in_channels <= (32 if x.dtype == torch.float32 else 16)
 
@@ -2224,8 +2223,8 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _eager_is_faster(tensors: tuple) -> bool:
-    """Whether to skip `fits` on a CPU. float32 with gradients: our kernels do not take it. float32 below 128 pixels:
-    they save less than `fits` takes. Other types: so few and small images that converting costs more than it saves."""
+    """Whether to skip `fits` on a CPU: in float32 with gradients, which our kernels do not take, or below 128 pixels,
+    where they save less than `fits` takes; in other types if images are too few and small for converting to pay."""
     x, weight = tensors[0], tensors[1]
     if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # compiled: C++ decides
         return False
