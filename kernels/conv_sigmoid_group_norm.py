@@ -911,9 +911,9 @@ __device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, 
     return p.partials + ((int64_t(sample) * p.groups + group) * p.max_group_tiles + group_tile) * p.pixel_tiles;
 }
 enum ParameterGradient { kDBeta, kDGamma, kDBias, kDScale };  // of a channel, in the order of grad_partials
-__device__ __forceinline__ double& grad_partial(const Arguments& p, const Tile& tile, ParameterGradient which, int c) {
+__device__ __forceinline__ double& grad_partial(const Arguments& p, const Tile& tile, ParameterGradient of, int c) {
     const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
-    return p.grad_partials[(row * 4 + which) * p.out_channels + tile.first_channel + c];
+    return p.grad_partials[(row * 4 + of) * p.out_channels + tile.first_channel + c];
 }
 
 // By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
