@@ -10,25 +10,25 @@ padding, dilation 1, groups 1, eps >= 1e-6), `_eager_is_faster` and `fits`. Our 
 contiguous, and bias and scale of shape (out_channels, 1, 1):
 
     NVIDIA GPU      float32, float16, bfloat16, autocast; gradients or none; tested from compute capability 7.5 on
-    CPU, float32    without gradients; images of 128 pixels or more (compiled: any)
-    CPU, 16 bits    without gradients; if the CPU has no instructions for the type: we compute in float32. Not if the
-                    images are few and small: below 128 pixels, and x.numel() * W.numel() < 2^19 (compiled: any)
+    CPU, float32    without gradients; images of 128 pixels or more (under torch.compile: any)
+    CPU, 16 bits    without gradients; types that the CPU has no instructions for: we compute in float32. Images of
+                    128 pixels or more, or x.numel() * W.numel() >= 2^19 (under torch.compile: any)
     CPU, autocast   as 16 bits, of autocast's type; x in float32 or 16 bits, any images; bias, gamma, beta in float32
 
 PyTorch's operators do the rest, as fast as eager. For gradients on a CPU without instructions for the 16-bit type they
 compute in float32, unless converting costs more than it saves: x has fewer than 2048 values, or few and small images.
 
-On a GPU `_convolves` says who convolves. Our kernels do for 3x3 and 1x1 convolutions of at most 32 input channels, or
-16 if x has a 16-bit type. For others cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels
-read conv2d(x, W) and do the rest.
+On a GPU `_convolves` decides who convolves. Our kernels do if W is 3x3 or 1x1 and has at most 32 input channels, or 16
+if x has a 16-bit type. Otherwise cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels read
+conv2d(x, W) and do the rest.
 
 The forward keeps v in registers and writes its output once. It reads cuDNN's result once, or x 1.2 times (tiles'
-borders overlap) for each 32 output channels. If a sample has more tiles than can run at once, there are two launches:
-both read it. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, where tensor cores are much faster than float32
-FMA instructions, our kernels convolve with tensor cores, float32 as accurately as without; for other GPUs with FMA
+borders overlap) for each 32 output channels. If a sample has more tiles than can run at once, there are two launches,
+and each of them reads it. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, our kernels convolve with tensor
+cores, which are much faster there than FMA instructions, and in float32 as accurate. For other GPUs they use FMA
 instructions. Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the parameters,
 mean (as two floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels convolve, they
-compute x's gradient, too, for 3x3 convolutions of at least 4 input channels. cuDNN computes W's gradient, and x's
+also compute x's gradient, if W is 3x3 and has at least 4 input channels. cuDNN computes W's gradient, and x's
 elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
 torch.backends.cudnn.allow_tf32 is False.
 
@@ -111,9 +111,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
-//           copy its x to shared memory (one stage ahead, if kHasRaw)                      (copy_x)
+//           copy its x to shared memory (one stage ahead, if kConvertsX)                   (copy_x)
 //           load its weights to shared memory, unless those of all stages stay there       (load_weights)
-//           wait for x and, if kHasRaw, convert it                                         (convert_x)
+//           wait for x and, if kConvertsX, convert it                                      (convert_x)
 //           values += the stage's products, in registers                                   (convolve_stage)
 //       with tensor cores, or for dx: convolve again what is not finite or accurate        (recompute_in_float)
 //       add the biases and, in the forward, compute v                                      (add_bias_and_activate)
@@ -139,8 +139,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // the code's `x` is dh, and its `out_channels` are x's channels.
 //
 // If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of conv(x), which
-// PyTorch has computed. `_convolves` in the Python below decides this: if the kernel is neither 3x3 nor 1x1, or if
-// there are many input channels, for which cuDNN is faster.
+// PyTorch has computed. `_convolves`, in Python, decides so for W neither 3x3 nor 1x1, or of many input channels.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
@@ -150,11 +149,11 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // blocks, or the cooperative launch is refused, there are two launches: the first only publishes, the second repeats
 // the convolution and makes the output.
 //
-// Two blocks share a multiprocessor: while one waits or stores, the other convolves. Three exceptions run one: (1) the
-// gradient of x without tensor cores, which keeps two sets of sums in registers, see `convolve_stage`; (2) float32 on
-// 8.0 or 8.7, 3x3 to at most 16 channels, such as the benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3)
-// float32, 3x3 or at most 16 channels, on 8.6, 8.9 or 12.x, if compiled for 8.0: 55 of 100 KiB or more. Slower, but
-// correct.
+// Two blocks share a multiprocessor: while one waits or stores, the other convolves. In three cases there is only one,
+// which is slower, but correct: (1) the gradient of x without tensor cores, which keeps two sets of sums in registers,
+// see `convolve_stage`; (2) float32 on 8.0 or 8.7, 3x3 to at most 16 channels, such as the benchmark's dx: a block
+// takes 86 of 164 KiB of shared memory; (3) float32, 3x3 or at most 16 channels, on 8.6, 8.9 or 12.x, if compiled for
+// 8.0: a block takes 55 of 100 KiB or more.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -184,7 +183,7 @@ constexpr bool kTensorCores = false;  // for the host: `launch` asks the kernel 
 #endif
 
 constexpr int kThreads = 256;                                   // per block
-constexpr int kBlocksPerSM = 2;                                 // but one in the three exceptions above
+constexpr int kBlocksPerSM = 2;                                 // but one in the three cases above
 constexpr int kWarps = kThreads / 32;                           // per block
 constexpr int kThreadValues = 64;                               // values per thread
 constexpr int kThreadChannels = kTensorCores ? 2 : 4;           // output channels per thread
@@ -195,22 +194,22 @@ constexpr int kThreadRows = 4;                                  // pixel rows pe
 constexpr int kWarpRows = kTensorCores ? 4 : 16;                // pixel rows per warp
 constexpr int kThreadPixels = kThreadValues / kThreadChannels;  // pixels per thread and channel
 constexpr int kPairs = kThreadPixels / kThreadRows / 2;         // pairs of columns per row of a thread
-constexpr int kChunkPixels = 8;                                 // loaded or stored at once: no registers for 16
-constexpr int kMaxTileOuts = 32;                                // output channels of a tile, at most
+constexpr int kChunkPixels = 8;                                 // of a Chunk: a thread has no registers for 16
+constexpr int kMaxTileChannels = 32;                            // output channels of a tile, at most
 constexpr int kMaxStageChannels = 8;                            // input channels; two taps of 8 are mma's k, 16
 constexpr int kMaxTaps = 9;                                     // of a 3x3 kernel; a tap is one of its positions
 constexpr int kMaxStages = 16;                                  // stages whose weights can stay in shared memory
-constexpr int kStaggeredTiles = 16;                             // the fewest tiles a block for some to begin later
+constexpr int kMinTilesToStagger = 16;                          // tiles per block; with fewer, all begin at once
 constexpr int kTileColumns = 32;                                // pixel columns of a tile
 constexpr int kPairStride = kTileColumns / kPairs;              // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
 // columns and, for a 3x3 convolution, two more. The rest, two or for 1x1 four, is unused, against bank conflicts.
 constexpr int kPitch = kTileColumns + 4;
-constexpr int kOutPitch = kTileColumns + 8;  // floats per channel in `write_rows`; 8 are unused, against bank conflicts
-constexpr int kOutFloats = kWarps * 16 * kOutPitch;  // floats of `write_rows`' row buffer: 16 channels a warp
+constexpr int kRowBufferPitch = kTileColumns + 8;  // floats per channel in write_rows; 8 unused, against bank conflicts
+constexpr int kRowBufferFloats = kWarps * 16 * kRowBufferPitch;  // the row buffer has 16 channels a warp
 constexpr int kCounterStride = 32;  // `unsigned`s from one sample's counter to the next: a cache line each, 128 bytes
 using ThreadTile = float[kThreadChannels][kThreadPixels];  // [o][i]: the value of the thread's channel o, pixel i
-using Chunk = float[kChunkPixels];
+using Chunk = float[kChunkPixels];  // pixels of one of its channels that a thread loads or stores at once
 
 enum Direction { kForward, kBackward, kInputGradient };
 // A launch publishes sums and, once all are there, computes the output (kFused); or it does one of the two. In the
@@ -226,7 +225,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* counters;  // (samples, kCounterStride): tiles that have published; zeros before the launch
-    double2* partials;  // (samples, groups, max_parts, pixel_tiles): the published sums
+    double2* partials;  // (samples, groups, max_group_tiles, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* g;  // of T: the gradient of out
     double* grad_partials;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
@@ -234,18 +233,17 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int out_height, out_width;  // of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16: T or, under autocast (T is float), the autocast type
     int kernel_size, pad;  // rows (and columns) of the convolution's kernel; of zeros on each side of x
-    // tile_outs: output channels of a tile. stage_channels: input channels of a stage, at most. column_tiles: tiles
-    // side by side. pixel_tiles, channel_tiles: tiles of a sample's pixels, channels; sample_tiles is their product.
-    int tile_outs, stage_channels, tile_rows, column_tiles, pixel_tiles, channel_tiles;
-    int tile_outs_log2;  // tile_outs = 2^tile_outs_log2: shifts, where a division would take longer
+    // A tile has tile_channels output channels of tile_rows rows. A stage has at most stage_channels input channels. A
+    // sample has pixel_tiles (column_tiles side by side) times channel_tiles tiles; the product is sample_tiles.
+    int tile_channels, stage_channels, tile_rows, column_tiles, pixel_tiles, channel_tiles;
+    int tile_channels_log2;  // tile_channels = 2^tile_channels_log2: shifts, where a division would take longer
     int lines;  // of each channel of x in shared memory
     int sample_tiles, all_tiles;  // tiles of a sample, of all samples
-    int max_parts;  // channel tiles that share a group, at most. A part is one such tile's share
+    int max_group_tiles;  // channel tiles that have channels of one group, at most
     int x_floats;  // of shared memory for a stage's x, or for the row buffer in which write_rows arranges the output
     int weight_floats;  // of shared memory for a stage's weights
     int stages;
-    // Whether the weights of all stages stay in shared memory, for all tiles of the block. If not, each stage of each
-    // tile loads its weights again.
+    // Whether all stages' weights stay in shared memory for all tiles. If not, each stage of each tile loads its own.
     bool keeps_weights;
     Mode mode;
     float eps;
@@ -260,7 +258,7 @@ struct Tile {
         number = tile_number;
         sample = tile_number / p.sample_tiles;
         pixel_tile = tile / p.channel_tiles;
-        first_channel = tile % p.channel_tiles * p.tile_outs;
+        first_channel = tile % p.channel_tiles * p.tile_channels;
         group = first_channel / p.group_channels;
         row = pixel_tile / p.column_tiles * p.tile_rows;
         column = pixel_tile % p.column_tiles * kTileColumns;
@@ -282,13 +280,13 @@ struct alignas(16) ChannelParameters { float bias, scale, gamma, beta; };
 
 struct Shared {
     double warp_sums[2][kWarps][16];  // two sums of each channel of a warp, as sums_of_warps reads them
-    float anchors[kWarps][16];  // of each channel of a warp, see sum_values; 0 in the backward
-    double2 channel_totals[kMaxTileOuts];  // sums of each channel of the tile, in `publish`
-    Epilogue epilogue[kMaxTileOuts];
-    ChannelParameters parameters[kMaxTileOuts];
+    float anchors[kWarps][16];  // what a warp subtracts from a channel's v, see sum_values; 0 in the backward
+    double2 channel_totals[kMaxTileChannels];  // sums of each channel of the tile, in `publish`
+    Epilogue epilogues[kMaxTileChannels];
+    ChannelParameters parameters[kMaxTileChannels];
     int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
-    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights, if they stay in shared memory; see Pieces
+    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights in shared memory, see Pieces
     Tile tiles[2];  // this one and the next
 };
 
@@ -298,14 +296,16 @@ __device__ __forceinline__ unsigned read_thread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// log2(kWarps kWarpChannels / p.tile_outs), the logarithm of how many warps have the same channels, in other rows.
-__device__ __forceinline__ int row_warps_log2(const Arguments& p) { return (kTensorCores ? 7 : 5) - p.tile_outs_log2; }
+// log2(kWarps kWarpChannels / p.tile_channels), the logarithm of how many warps have the same channels, in other rows.
+__device__ __forceinline__ int row_warps_log2(const Arguments& p) {
+    return (kTensorCores ? 7 : 5) - p.tile_channels_log2;
+}
 // Where the thread's values lie in each tile: its first channel, and its first pixel.
 struct ThreadOrigin {
     int channel, row, column;
     __device__ __forceinline__ explicit ThreadOrigin(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int warps_log2 = row_warps_log2(p), row_warp = warp & ((1 << warps_log2) - 1);  // among those warps
+        const int warps_log2 = row_warps_log2(p), row_warp = warp & ((1 << warps_log2) - 1);  // which of them
         const int lanes = kTileColumns / 2 / kPairs;  // lanes side by side in a row
         channel = (warp >> warps_log2) * kWarpChannels + (kTensorCores ? lane / kChannelLanes : 0);
         row = row_warp * kWarpRows + (kTensorCores ? 0 : lane / lanes * kThreadRows);
@@ -331,7 +331,7 @@ struct OutputMap {
             (int64_t(tile.sample) * p.out_channels + tile.first_channel + channel) * plane + row * out_width + column;
         unsigned row_mask = 0;
 #pragma unroll
-        for (int i = 0; i < 2 * kPairs; ++i) row_mask |= unsigned(column + distance(i, 0) < out_width) << i;
+        for (int i = 0; i < 2 * kPairs; ++i) row_mask |= unsigned(column + pixel_offset(i, 0) < out_width) << i;
         valid_mask = 0;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) valid_mask |= row + i < p.out_height ? row_mask << 2 * kPairs * i : 0;
@@ -341,8 +341,8 @@ struct OutputMap {
         return o * kChannelStride < channels_left ? valid_mask : 0;
     }
     __device__ __forceinline__ bool all_valid() const { return valid_mask == ~0u >> (32 - kThreadPixels); }
-    // The distance from pixel 0 to pixel i in an array with `pitch` elements from one row to the next.
-    __device__ __forceinline__ int distance(int i, int pitch) const {
+    // The offset of pixel i from pixel 0 in an array with `pitch` elements from one row to the next.
+    __device__ __forceinline__ int pixel_offset(int i, int pitch) const {
         return i / (2 * kPairs) * pitch + i / 2 % kPairs * kPairStride + i % 2;
     }
 };
@@ -352,7 +352,7 @@ __device__ __forceinline__ void load_packs(const T* from, const OutputMap& map, 
 #pragma unroll
     for (int i = 0; i < kChunkPixels; i += PACK) {
         Pack<T, PACK> pack = {};
-        const T* const pixel = from + map.distance(begin + i, map.out_width);
+        const T* const pixel = from + map.pixel_offset(begin + i, map.out_width);
         if (mask >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(pixel);
 #pragma unroll
         for (int k = 0; k < PACK; ++k) to[i + k] = float(pack.values[k]);
@@ -365,7 +365,7 @@ __device__ __forceinline__ void store_packs(T* to, const OutputMap& map, unsigne
         Pack<T, PACK> pack;
 #pragma unroll
         for (int k = 0; k < PACK; ++k) pack.values[k] = T(from[i + k]);
-        T* const pixel = to + map.distance(begin + i, map.out_width);
+        T* const pixel = to + map.pixel_offset(begin + i, map.out_width);
         if (mask >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(pixel) = pack;
     }
 }
@@ -385,9 +385,9 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The convolution. copy_x copies all lines and columns of x that the tile's pixels depend on to shared memory, as
-// (channel, line, column); lines are kPitch apart. This copy is called `raw`. In float32 without tensor cores the block
-// convolves it as it is, as `stage_x`. In all other cases (kHasRaw) `stage_x` is a second copy, to which convert_x
-// converts `raw`: floats or, with tensor cores, what `convolve_mma` reads. Then copy_x can fill `raw` with the next
+// (channel, line, column); lines are kPitch apart. convolve_stage reads `stage_x`. In float32 without tensor cores
+// copy_x fills `stage_x` itself. In all other cases (kConvertsX) it fills `copied_x`, and convert_x converts that to
+// `stage_x`: to floats or, with tensor cores, to what `convolve_mma` reads. So copy_x can fill `copied_x` with the next
 // stage while the block convolves `stage_x`.
 //
 // Pieces. Tensor cores multiply a 16-bit number as it is. A float32 number has 24 significant bits, a float16 has 11.
@@ -401,11 +401,11 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
-// product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of
-// 2^-24, an error of up to 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo.
-// Multiplied by the other factor, which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9
-// taps adds to h an error of at most 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times
-// `unscale`. Where this might change z, `recompute_in_float` convolves again.
+// product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of 2^-24, an error of up to
+// 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo. Multiplied by the other factor,
+// which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9 taps adds to h an error of at most
+// 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times `unscale`. Where this might change
+// z, `recompute_in_float` convolves again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
     return min(p.stage_channels, p.in_channels - first_in);
@@ -491,13 +491,13 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
 // Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, int PACK>
 __device__ __forceinline__ float convert_packs(
-    const Arguments& p, int first_in, const T* raw, float* stage_x, Shared& shared) {
+    const Arguments& p, int first_in, const T* copied_x, float* stage_x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first_in), channel_pixels = p.lines * kPitch;
     float unscale = 1;
     if constexpr (kTensorCores) {
         const auto load = [&](int c, int pixel) {
-            return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(raw + c * channel_pixels + pixel)
+            return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(copied_x + c * channel_pixels + pixel)
                                 : Pack<T, PACK>();
         };
         float prescale = 1;
@@ -515,7 +515,8 @@ __device__ __forceinline__ float convert_packs(
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
-            Pack<Piece<T>, kMaxStageChannels> pieces[kPieces<T>][PACK];  // of a pixel's channels
+            using PixelPieces = Pack<Piece<T>, kMaxStageChannels>;  // of a pixel's channels
+            PixelPieces pieces[kPieces<T>][PACK];
 #pragma unroll
             for (int c = 0; c < kMaxStageChannels; ++c) {
                 const Pack<T, PACK> pack = load(c, pixel);
@@ -528,30 +529,29 @@ __device__ __forceinline__ float convert_packs(
 #pragma unroll
             for (int i = 0; i < kPieces<T> * PACK; ++i) {
                 const int piece = i / PACK, k = i % PACK;
-                reinterpret_cast<Pack<Piece<T>, kMaxStageChannels>*>(stage_x)[piece * channel_pixels + pixel + k] =
-                    pieces[piece][k];
+                reinterpret_cast<PixelPieces*>(stage_x)[piece * channel_pixels + pixel + k] = pieces[piece][k];
             }
         });
     } else if constexpr (sizeof(T) == 2) {
         for_each_pack<PACK>(p, channels, [&](int channel, int line, int column) {
             const int pixel = channel * channel_pixels + line * kPitch + column;
 #pragma unroll
-            for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = float(raw[pixel + i]);
+            for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = float(copied_x[pixel + i]);
         });
     }
     return unscale;
 }
 // copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as p.pad is 0 or 2.
 template <typename T>
-__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in, T* raw) {
-    if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, raw);
-    else copy_packs<T, 1>(p, tile, first_in, raw);
+__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in, T* copied_x) {
+    if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, copied_x);
+    else copy_packs<T, 1>(p, tile, first_in, copied_x);
 }
 template <typename T>
 __device__ __forceinline__ float convert_x(
-    const Arguments& p, int first_in, const T* raw, float* stage_x, Shared& shared) {
-    return p.width % 2 == 0 ? convert_packs<T, 2>(p, first_in, raw, stage_x, shared)
-                            : convert_packs<T, 1>(p, first_in, raw, stage_x, shared);
+    const Arguments& p, int first_in, const T* copied_x, float* stage_x, Shared& shared) {
+    return p.width % 2 == 0 ? convert_packs<T, 2>(p, first_in, copied_x, stage_x, shared)
+                            : convert_packs<T, 1>(p, first_in, copied_x, stage_x, shared);
 }
 
 // A weight. For the gradient of x out_channel is one of W's input channels, in_channel one of its output channels, and
@@ -570,7 +570,7 @@ template <typename T>
 __device__ __forceinline__ void load_parameters(const Arguments& p, int first_channel, Shared& shared) {
     const int c = int(read_thread()), out_channel = first_channel + c;
     const auto load = [&](const void* values) { return float(static_cast<const T*>(values)[out_channel]); };
-    if (c >= p.tile_outs || out_channel >= p.out_channels) return;
+    if (c >= p.tile_channels || out_channel >= p.out_channels) return;
     shared.parameters[c] = {load(p.conv_bias) + load(p.bias), load(p.scale), load(p.gamma), load(p.beta)};
 }
 // By a block, for a tile whose first output channel is `first_channel`: loads the weights of a stage's input channels,
@@ -582,12 +582,12 @@ __device__ __forceinline__ float load_weights(
     const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in);
     float unscale = 1;
     if constexpr (kTensorCores) {
-        const int tap_pairs = (taps + 1) / 2, weight_pairs = p.tile_outs / 16 * tap_pairs * 128;
+        const int k_steps = (taps + 1) / 2, weight_pairs = p.tile_channels / 16 * k_steps * 128;
         // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, k = 0, 1.
-        // i = ((set * tap_pairs + tap pair) * 32 + lane) * 4 + register, where a set is 16 output channels.
+        // i = ((set * k_steps + k_step) * 32 + lane) * 4 + register, where a set is 16 output channels.
         const auto load = [&](int i, int k) {
-            const int lane = i / 4 % 32, tap = i / 128 % tap_pairs * 2 + i / 2 % 2;
-            const int out_channel = first_channel + i / 128 / tap_pairs * 16 + i % 2 * 8 + lane / 4;
+            const int lane = i / 4 % 32, tap = i / 128 % k_steps * 2 + i / 2 % 2;
+            const int out_channel = first_channel + i / 128 / k_steps * 16 + i % 2 * 8 + lane / 4;
             return tap < taps ? weight_of<T, DIRECTION>(p, out_channel, first_in + lane % 4 * 2 + k, tap) : 0.0f;
         };
         float prescale = 1;
@@ -609,9 +609,9 @@ __device__ __forceinline__ float load_weights(
             for (int n = 0; n < kPieces<T>; ++n) reinterpret_cast<Pack<Piece<T>, 2>*>(to)[index + n * 128] = pieces[n];
         }
     } else {
-        for (int i = int(read_thread()); i < channels * taps * p.tile_outs; i += kThreads) {
-            const int in_channel = i / p.tile_outs / taps, tap = i / p.tile_outs % taps;
-            to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_outs, first_in + in_channel, tap);
+        for (int i = int(read_thread()); i < channels * taps * p.tile_channels; i += kThreads) {
+            const int in_channel = i / p.tile_channels / taps, tap = i / p.tile_channels % taps;
+            to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_channels, first_in + in_channel, tap);
         }
     }
     return unscale;
@@ -622,13 +622,13 @@ __device__ __forceinline__ float load_weights(
 template <int K>
 __device__ __forceinline__ void convolve_fma(
     const Arguments& p, const float* x, const float* weights, int channels, ThreadTile& acc) {
-    constexpr int kNeeds = K == 3 ? 4 : 2;  // columns of x for a pair of columns
+    constexpr int kInputColumns = K == 3 ? 4 : 2;  // of x, for a pair of output columns
 #pragma unroll 1
     for (int c = 0; c < channels; ++c) {
         float w[K * K][kThreadChannels];
 #pragma unroll
         for (int tap = 0; tap < K * K; ++tap) {
-            const float4 four = *reinterpret_cast<const float4*>(weights + tap * p.tile_outs);
+            const float4 four = *reinterpret_cast<const float4*>(weights + tap * p.tile_channels);
             w[tap][0] = four.x;
             w[tap][1] = four.y;
             w[tap][2] = four.z;
@@ -636,10 +636,10 @@ __device__ __forceinline__ void convolve_fma(
         }
 #pragma unroll
         for (int line = 0; line < kThreadRows + K - 1; ++line) {  // a line of x contributes to up to K rows
-            float in[2][kNeeds];
+            float in[2][kInputColumns];
 #pragma unroll
-            for (int i = 0; i < kNeeds; ++i) {
-                const int pair = i / (kNeeds / 2), column = i % (kNeeds / 2) * 2;
+            for (int i = 0; i < kInputColumns; ++i) {
+                const int pair = i / (kInputColumns / 2), column = i % (kInputColumns / 2) * 2;
                 const float2 two = *reinterpret_cast<const float2*>(x + line * kPitch + pair * kPairStride + column);
                 in[pair][column] = two.x;
                 in[pair][column + 1] = two.y;
@@ -656,7 +656,7 @@ __device__ __forceinline__ void convolve_fma(
             }
         }
         x += p.lines * kPitch;
-        weights += K * K * p.tile_outs;
+        weights += K * K * p.tile_channels;
     }
 }
 
@@ -683,65 +683,65 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
     }
 }
 // By a warp, with tensor cores: adds the products of one stage's input channels to `acc`, as `convolve_fma` does. A
-// step is two taps of kMaxStageChannels channels: mma's k = 16. In each step the warp loads the weights of its 16
-// output channels from shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and
-// multiplies. Tensor cores multiply 16-bit numbers exactly, and add up the products in float32, but truncate the sums.
-// With 16-bit types, mma adds the products to `acc` itself. With float32 numbers, `products` starts at zero in each
-// step, mma adds the two products that contain a lo, then hi hi', and fmaf adds `products` to `acc`, with rounding.
+// k-step is two taps of kMaxStageChannels channels: mma's k = 16. In each the warp loads the weights of its 16 output
+// channels from shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and
+// multiplies. Tensor cores multiply 16-bit numbers exactly, and add the products in float32, but truncate the sums. In
+// 16 bits mma adds the products to `acc` itself. In float32 `products` starts at zero in each k-step: mma adds the two
+// products that contain a lo, then hi hi', and fmaf adds `products` to `acc`, with rounding.
 //
 //     x              (piece, line, column, channel): 16 bytes are the kMaxStageChannels channels of a pixel
-//     weights        (set of 16 output channels, step, piece, lane, register, 2): 16 bytes are a lane's operand A
+//     weights        (set of 16 output channels, k-step, piece, lane, register, 2): 16 bytes are a lane's operand A
 //     tap_offsets    of each tap: bytes from an output's pixel to its input pixel
 //
-// Register r of a lane's operand A has the weights of output channel lane / 4 + r % 2 * 8, the step's tap r / 2, and
+// Register r of a lane's operand A has the weights of output channel lane / 4 + r % 2 * 8, the k-step's tap r / 2, and
 // input channels lane % 4 * 2 and the next one.
 template <typename T>
 __device__ __forceinline__ void convolve_mma(
     const Arguments& p, uint32_t x, const uint4* weights, const int* tap_offsets, float unscale, ThreadTile& acc) {
     constexpr bool kSplit = kPieces<T> == 2;
-    const int steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
-    // ldmatrix loads four matrices. 0 and 1 are x's hi at the step's two taps, of eight pixels. 2 and 3 are x's lo, of
+    const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
+    // ldmatrix loads four matrices. 0 and 1 are x's hi at the k-step's taps, of eight pixels. 2 and 3 are x's lo, of
     // the same pixels; or, in 16 bits, x of the next eight pixels.
     x += lane % 8 * 16 + lane / 16 * (kSplit ? p.lines * kPitch * 16 : 128);
     tap_offsets += lane / 8 % 2;
-    // The warp has 16 groups of eight pixels. The outer loop takes kAtOnce groups at a time, the inner one all steps of
-    // these. With two pieces kAtOnce is four: with 16 nvcc makes each mma wait for the one before it.
-    constexpr int kAtOnce = kSplit ? 4 : 16;
+    // A fragment is eight pixels, mma's n; the warp has 16. It takes kFragmentsAtOnce of them through all k-steps, then
+    // the next. With two pieces these are four: with 16 nvcc makes each mma wait for the one before it.
+    constexpr int kFragmentsAtOnce = kSplit ? 4 : 16;
 #pragma unroll
-    for (int j = 0; j < kThreadPixels / 2; j += kAtOnce) {
+    for (int first = 0; first < kThreadPixels / 2; first += kFragmentsAtOnce) {
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-            const uint4 hi = weights[step * kPieces<T> * 32];
-            const uint32_t step_x = x + tap_offsets[2 * step];
-            uint32_t b[kAtOnce][2 * kPieces<T>];  // x's hi and, if it has two pieces, its lo
-            float products[kAtOnce][4];
+        for (int k_step = 0; k_step < k_steps; ++k_step) {
+            const uint4 hi = weights[k_step * kPieces<T> * 32];
+            const uint32_t step_x = x + tap_offsets[2 * k_step];
+            uint32_t b[kFragmentsAtOnce][2 * kPieces<T>];  // x's hi and, if it has two pieces, its lo
+            float products[kFragmentsAtOnce][4];
 #pragma unroll
-            for (int t = 0; t < kAtOnce; t += kSplit ? 1 : 2) {
+            for (int f = 0; f < kFragmentsAtOnce; f += kSplit ? 1 : 2) {
                 uint32_t four[4];
-                load_matrices(four, step_x + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
+                load_matrices(four, step_x + ((first + f) / kPairs * kPitch + (first + f) % kPairs * 8) * 16);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) b[kSplit ? t : t + i / 2][kSplit ? i : i % 2] = four[i];
+                for (int i = 0; i < 4; ++i) b[kSplit ? f : f + i / 2][kSplit ? i : i % 2] = four[i];
             }
 #pragma unroll
-            for (int t = 0; t < kAtOnce; ++t) {
+            for (int f = 0; f < kFragmentsAtOnce; ++f) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) products[t][i] = kSplit ? 0.0f : acc[i / 2][2 * (j + t) + i % 2];
+                for (int i = 0; i < 4; ++i) products[f][i] = kSplit ? 0.0f : acc[i / 2][2 * (first + f) + i % 2];
             }
             if constexpr (kSplit) {
-                const uint4 lo = weights[step * 64 + 32];
+                const uint4 lo = weights[k_step * 64 + 32];
 #pragma unroll
-                for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], lo, b[t][0], b[t][1]);
+                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], lo, b[f][0], b[f][1]);
 #pragma unroll
-                for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], hi, b[t][2], b[t][3]);
+                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], hi, b[f][2], b[f][3]);
             }
 #pragma unroll
-            for (int t = 0; t < kAtOnce; ++t) mma<T>(products[t], hi, b[t][0], b[t][1]);
+            for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], hi, b[f][0], b[f][1]);
 #pragma unroll
-            for (int t = 0; t < kAtOnce; ++t) {
+            for (int f = 0; f < kFragmentsAtOnce; ++f) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float& total = acc[i / 2][2 * (j + t) + i % 2];
-                    total = kSplit ? fmaf(products[t][i], unscale, total) : products[t][i];
+                    float& total = acc[i / 2][2 * (first + f) + i % 2];
+                    total = kSplit ? fmaf(products[f][i], unscale, total) : products[f][i];
                 }
             }
         }
@@ -757,8 +757,8 @@ __device__ __forceinline__ void convolve_mma(
 //   tile's stages. Recompute if unscale s > kUnscaleLimit. At this limit a stage makes an error of z = h scale of at
 //   most 0.04 kUnscaleLimit < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32
 //   itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
-//   It is exceeded only if max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. Inputs of order 1 stay far below; 12-bit
-//   pixels as they are do not if |scale| > 1, and are slow.
+//   It is exceeded only if max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. Inputs of order 1 stay far below. 12-bit
+//   pixels that are not normalized can exceed it if |scale| > 1; they are correct, but slow.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnscaleLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
@@ -799,23 +799,23 @@ __device__ __forceinline__ void recompute_in_float(
 #pragma unroll
         for (int i = 0; i < kThreadPixels; ++i) {
             if (!(map.valid_mask >> i & 1)) continue;
-            // With a pitch of 2^16, distance / 2^16 is the rows, distance % 2^16 the columns from pixel 0 to pixel i.
-            const unsigned pixel_row = row + map.distance(i, 1 << 16) / (1 << 16);
-            const unsigned pixel_column = column + map.distance(i, 1 << 16) % (1 << 16);
+            // With a pitch of 2^16, offset / 2^16 is the rows, offset % 2^16 the columns from pixel 0 to pixel i.
+            const unsigned pixel_row = row + map.pixel_offset(i, 1 << 16) / (1 << 16);
+            const unsigned pixel_column = column + map.pixel_offset(i, 1 << 16) % (1 << 16);
             if (kIsInputGradient && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
-            const float v = float(from[map.distance(i, p.width)]);
+            const float v = float(from[map.pixel_offset(i, p.width)]);
 #pragma unroll
             for (int o = 0; o < kThreadChannels; ++o) conv[o][i] = fmaf(w[o], v, conv[o][i]);
         }
     }
 }
-// By a block, between two __syncthreads: conv += the convolution of the stage's input channels.
+// By a block, between two __syncthreads: conv += the convolution of the stage's input channels, from `first_in` on.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* stage_x, const float* weights,
-    const Shared& shared, int channels, float unscale, ThreadTile& conv) {
+    const Shared& shared, int first_in, float unscale, ThreadTile& conv) {
     const ThreadOrigin origin(p);
     if constexpr (kTensorCores) {
-        const int uint4s_per_warp = (p.kernel_size * p.kernel_size + 1) / 2 * kPieces<T> * 32;
+        const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, uint4s_per_warp = k_steps * kPieces<T> * 32;
         const auto* const warp_weights =
             reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_warp;
         const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(stage_x)) + origin.row * kPitch * 16;
@@ -823,6 +823,7 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
     } else {
         const float* const thread_x = stage_x + origin.row * kPitch + origin.column;
         const float* const thread_weights = weights + origin.channel;
+        const int channels = channels_of_stage(p, first_in);
         if constexpr (DIRECTION == kInputGradient) {
             // dh often has 32 channels or more. 32 channels make 288 products. One running sum of them has twice the
             // rounding error of summing each stage by itself and then adding the stages' sums. (The forward of up to
@@ -844,24 +845,24 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; these sums are added up in double.
 // The order of additions is fixed: results are the same bits each time.
 
-// A sum of floats and, if COMPENSATED, of the additions' rounding errors (Knuth's two-sum); else `lost` stays 0. The
-// sums of g are COMPENSATED: their total is dbeta, which may be near zero although the g are not. The g are inputs,
-// without error, so all of dbeta's error comes from these additions. If the sum is not finite, `lost` is not used.
+// A sum of floats. If COMPENSATED, `correction` is the sum of the additions' rounding errors (Knuth's two-sum), else 0.
+// The sums of g are COMPENSATED: their total is dbeta, which may be near zero although the g are not. The g are inputs,
+// without error, so all of dbeta's error comes from these additions. `correction` is not used if the sum is not finite.
 struct CompensatedSum {
-    float sum, lost;
+    float sum, correction;
     template <bool COMPENSATED> __device__ __forceinline__ void add(float v) {
         const float before = sum;
         sum += v;
         const float added = sum - before;
-        if (COMPENSATED) lost += (before - (sum - added)) + (v - added);
+        if (COMPENSATED) correction += (before - (sum - added)) + (v - added);
     }
-    __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + lost : sum; }
+    __device__ __forceinline__ double total() const { return isfinite(sum) ? double(sum) + correction : sum; }
 };
-// Sends `given` to the lane whose number is this one's xor `distance`, and adds to `to` what that lane sends.
+// Sends `sent` to the lane whose number is this one's xor `distance`, and adds to `to` what that lane sends.
 template <bool COMPENSATED>
-__device__ __forceinline__ void add_from_lane(CompensatedSum& to, CompensatedSum given, int distance) {
-    to.add<COMPENSATED>(__shfl_xor_sync(~0u, given.sum, distance));
-    if (COMPENSATED) to.lost += __shfl_xor_sync(~0u, given.lost, distance);
+__device__ __forceinline__ void add_from_lane(CompensatedSum& to, CompensatedSum sent, int distance) {
+    to.add<COMPENSATED>(__shfl_xor_sync(~0u, sent.sum, distance));
+    if (COMPENSATED) to.correction += __shfl_xor_sync(~0u, sent.correction, distance);
 }
 // A reduce-scatter among the kChannelLanes lanes with the same channels. Each lane has eight values or, with tensor
 // cores, four. It returns one of them, summed over these lanes: number lane / 4 of eight, or lane % 4 of four. In each
@@ -874,9 +875,9 @@ __device__ __forceinline__ CompensatedSum reduce_scatter(CompensatedSum (&values
         const bool upper = read_thread() & distance;
 #pragma unroll
         for (int i = 0; i < kept; ++i) {
-            const CompensatedSum given = upper ? values[i] : values[i + kept];
+            const CompensatedSum sent = upper ? values[i] : values[i + kept];
             if (upper) values[i] = values[i + kept];
-            add_from_lane<COMPENSATED>(values[i], given, distance);
+            add_from_lane<COMPENSATED>(values[i], sent, distance);
         }
         distance /= 2;
     }
@@ -906,43 +907,43 @@ __device__ __forceinline__ double2 sums_of_warps(const Arguments& p, const Tile&
     return totals;
 }
 
-__device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int part) {
-    return p.partials + ((int64_t(sample) * p.groups + group) * p.max_parts + part) * p.pixel_tiles;
+__device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int group_tile) {
+    return p.partials + ((int64_t(sample) * p.groups + group) * p.max_group_tiles + group_tile) * p.pixel_tiles;
 }
-// The tile's partial sum of a channel's gradient: `which` is 0 for dbeta, 1 dgamma, 2 dbias, 3 dscale.
-__device__ __forceinline__ double& grad_partial(const Arguments& p, const Tile& tile, int which, int c) {
+enum ParameterGradient { kDBeta, kDGamma, kDBias, kDScale };  // of a channel, in the order of grad_partials
+__device__ __forceinline__ double& grad_partial(const Arguments& p, const Tile& tile, ParameterGradient of, int c) {
     const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
-    return p.grad_partials[(row * 4 + which) * p.out_channels + tile.first_channel + c];
+    return p.grad_partials[(row * 4 + of) * p.out_channels + tile.first_channel + c];
 }
 
 // By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
 template <Direction DIRECTION>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = read_thread(), tile_channels = min(p.tile_outs, p.out_channels - tile.first_channel);
-    if (lane < tile_channels) {
+    const int lane = read_thread(), channels = min(p.tile_channels, p.out_channels - tile.first_channel);
+    if (lane < channels) {
         double2 totals = sums_of_warps(p, tile, shared, lane);
         if (DIRECTION == kBackward) {
             const int64_t group = int64_t(tile.sample) * p.groups + (tile.first_channel + lane) / p.group_channels;
             const Statistics statistics = p.statistics[group];
             const double gamma = shared.parameters[lane].gamma;
             totals.y = (totals.y - statistics.mean_lo * totals.x) * statistics.rstd;  // of g times the normalized v
-            grad_partial(p, tile, 0, lane) = totals.x;
-            grad_partial(p, tile, 1, lane) = totals.y;
+            grad_partial(p, tile, kDBeta, lane) = totals.x;
+            grad_partial(p, tile, kDGamma, lane) = totals.y;
             totals = {gamma * totals.x, gamma * totals.y};
         }
         shared.channel_totals[lane] = totals;
     }
     __syncwarp();
-    // A lane adds up the tile's channels of one group. `part` is the tile's index among the group's channel tiles.
+    // A lane adds up the tile's channels of one group. `group_tile` is the tile's index among the tiles of the group.
     const int group = tile.group + lane, first_channel = group * p.group_channels;
-    if (first_channel < tile.first_channel + tile_channels) {
+    if (first_channel < tile.first_channel + channels) {
         double2 totals = {};
         for (int c = max(first_channel - tile.first_channel, 0);
-            c < min(first_channel + p.group_channels - tile.first_channel, tile_channels); ++c) {
+            c < min(first_channel + p.group_channels - tile.first_channel, channels); ++c) {
             totals = {totals.x + shared.channel_totals[c].x, totals.y + shared.channel_totals[c].y};
         }
-        const int part = (tile.first_channel >> p.tile_outs_log2) - (first_channel >> p.tile_outs_log2);
-        partials_of(p, tile.sample, group, part)[tile.pixel_tile] = totals;
+        const int group_tile = (tile.first_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2);
+        partials_of(p, tile.sample, group, group_tile)[tile.pixel_tile] = totals;
     }
     if (p.mode != kFused) return;
     __syncwarp();
@@ -968,15 +969,15 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 // reads grow with the square of a sample's pixel tiles, which is why `fits`, in Python, limits them.
 template <Direction DIRECTION>
 __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_outs, p.out_channels);
+    const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_channels, p.out_channels);
     for (int group = tile.group + read_thread() / 32; true; group += kWarps) {
         const int first_channel = group * p.group_channels, last_channel = first_channel + p.group_channels - 1;
         if (first_channel >= end) return;
         const double2* const partials = partials_of(p, tile.sample, group, 0);
         double2 totals = {};
-        const int parts = (last_channel >> p.tile_outs_log2) - (first_channel >> p.tile_outs_log2) + 1;
+        const int group_tiles = (last_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2) + 1;
 #pragma unroll 4
-        for (int i = lane; i < parts * p.pixel_tiles; i += 32) {
+        for (int i = lane; i < group_tiles * p.pixel_tiles; i += 32) {
             const double2 partial = __ldcg(partials + i);
             totals = {totals.x + partial.x, totals.y + partial.y};
         }
@@ -1000,7 +1001,7 @@ __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& t
         for (int out_channel = max(first_channel, tile.first_channel) + lane; out_channel <= min(last_channel, end - 1);
             out_channel += 32) {
             const ChannelParameters parameters = shared.parameters[out_channel - tile.first_channel];
-            Epilogue& epilogue = shared.epilogue[out_channel - tile.first_channel];
+            Epilogue& epilogue = shared.epilogues[out_channel - tile.first_channel];
             if (DIRECTION == kBackward) {
                 const double v_factor = mean_of_second * statistics.rstd;
                 const float shift = float(mean_of_first - statistics.mean_lo * v_factor);
@@ -1038,11 +1039,11 @@ __device__ __forceinline__ void store_warp_sums(
 // Forward, by a warp: adds up v - anchor and its square, where anchor is one of the warp's values of the same channel.
 // Without the anchor, values that are all close to 1 would lose their variance to rounding.
 __device__ __forceinline__ void sum_values(ThreadTile& v, const OutputMap& map, Shared& shared) {
-    const bool is_whole = __all_sync(~0u, map.all_valid());
-    constexpr int kRightLane = 2;  // the lane whose first pixel lies four columns to the right of the first lane's
-    constexpr int kThirdPixel = 6 * kPairs;  // a pixel of the fourth row
-    const unsigned valid = __shfl_sync(~0u, map.valid_mask, kRightLane, kChannelLanes) & map.valid_mask >> kThirdPixel;
-    const bool has_three = (valid & 1) != 0;  // of each channel's first lane: only its value is used
+    const bool all_valid = __all_sync(~0u, map.all_valid());
+    constexpr int kColumn4Lane = 2;  // the lane whose pixel 0 lies in row 0, column 4 of the warp's pixels
+    constexpr int kRow3Pixel = 6 * kPairs;  // the pixel of lane 0 in row 3, column 0
+    const unsigned valid = __shfl_sync(~0u, map.valid_mask, kColumn4Lane, kChannelLanes) & map.valid_mask >> kRow3Pixel;
+    const bool has_right_and_below = (valid & 1) != 0;  // used in lane 0 of kChannelLanes only
     CompensatedSum sums[2 * kThreadChannels] = {};
     float anchors[kThreadChannels];
 #pragma unroll
@@ -1051,14 +1052,14 @@ __device__ __forceinline__ void sum_values(ThreadTile& v, const OutputMap& map, 
         // convolution no two depend on the same pixel of x, so a huge x, which saturates v near it, does not make the
         // anchor an outlier. If (0, 4) or (3, 0) is outside the output, the anchor is (0, 0). If that is outside, too,
         // sums_of_warps omits this warp.
-        const float first = v[o][0];
-        const float right = __shfl_sync(~0u, first, kRightLane, kChannelLanes);
-        const float second = has_three ? right : first;
-        const float third = has_three ? v[o][kThirdPixel] : first;
-        const float middle = fmaxf(fminf(first, second), fminf(fmaxf(first, second), third));
-        const float anchor = __shfl_sync(~0u, middle, 0, kChannelLanes);
+        const float corner = v[o][0];
+        const float at_column_4 = __shfl_sync(~0u, corner, kColumn4Lane, kChannelLanes);
+        const float right = has_right_and_below ? at_column_4 : corner;
+        const float below = has_right_and_below ? v[o][kRow3Pixel] : corner;
+        const float median = fmaxf(fminf(corner, right), fminf(fmaxf(corner, right), below));
+        const float anchor = __shfl_sync(~0u, median, 0, kChannelLanes);
         anchors[o] = anchor;
-        if (!is_whole) {  // outside the output let v be the anchor, which adds nothing
+        if (!all_valid) {  // outside the output let v be the anchor, which adds nothing
 #pragma unroll
             for (int i = 0; i < kThreadPixels; ++i) v[o][i] = map.valid_mask >> i & 1 ? v[o][i] : anchor;
         }
@@ -1076,7 +1077,8 @@ __device__ __forceinline__ void sum_values(ThreadTile& v, const OutputMap& map, 
 template <typename T>
 __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const ThreadTile& values,
     const OutputMap& map, const Shared& shared, float* row_buffer) {
-    constexpr int kRowLanes = kTileColumns / 2, kAtOnce = 32 / kRowLanes;  // lanes per channel; channels at once
+    constexpr int kRowLanes = kTileColumns / 2;  // lanes that copy one channel's row, a pair of columns each
+    constexpr int kChannelsAtOnce = 32 / kRowLanes;
     const int lane = read_thread() % 32, warp_first_channel = map.channel / 16 * 16, lane_channel = lane / kRowLanes;
     const int row = tile.row + ThreadOrigin(p).row, column = tile.column + lane % kRowLanes * 2;
     // Rows from the warp's first one on, and channels from the lane's first one on, that lie inside the output.
@@ -1085,7 +1087,6 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
     const int64_t channel_start =
         (int64_t(tile.sample) * p.out_channels + tile.first_channel + warp_first_channel + lane_channel) * map.plane;
     T* const to = static_cast<T*>(p.out) + channel_start + int64_t(row) * p.out_width + column;
-    const int64_t stride = int64_t(kAtOnce) * map.plane;
     const bool even = p.out_width % 2 == 0;
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
@@ -1094,27 +1095,27 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         for (int i = 0; i < kThreadValues / kThreadRows; i += 2) {
             const int o = i / (2 * kPairs), pair = i / 2 % kPairs, pixel = r * 2 * kPairs + pair * 2;
             const int c = map.channel + o * kChannelStride;
-            const Epilogue epilogue = shared.epilogue[c];
-            float* const buffered = row_buffer + (c - warp_first_channel) * kOutPitch + pair * 8 + lane % 4 * 2;
+            const Epilogue epilogue = shared.epilogues[c];
+            float* const buffered = row_buffer + (c - warp_first_channel) * kRowBufferPitch + pair * 8 + lane % 4 * 2;
             *reinterpret_cast<float2*>(buffered) =
                 make_float2(normalize(values[o][pixel], epilogue), normalize(values[o][pixel + 1], epilogue));
         }
         __syncwarp();
-        float2 pairs[16 / kAtOnce];
+        float2 pairs[16 / kChannelsAtOnce];
 #pragma unroll
-        for (int c = 0; c < 16; c += kAtOnce) {
-            pairs[c / kAtOnce] =
-                *reinterpret_cast<const float2*>(row_buffer + (c + lane_channel) * kOutPitch + lane % kRowLanes * 2);
+        for (int c = 0; c < 16; c += kChannelsAtOnce) {
+            pairs[c / kChannelsAtOnce] = *reinterpret_cast<const float2*>(
+                row_buffer + (c + lane_channel) * kRowBufferPitch + lane % kRowLanes * 2);
         }
         if (r >= rows_left) continue;
-        T* pixel = to + r * p.out_width;
+        T* target = to + r * p.out_width;
 #pragma unroll
-        for (int c = 0; c < 16; c += kAtOnce) {
-            const Pack<T, 2> pack = {T(pairs[c / kAtOnce].x), T(pairs[c / kAtOnce].y)};
-            if (c < channels_left && even) *reinterpret_cast<Pack<T, 2>*>(pixel) = pack;
-            if (c < channels_left && !even) pixel[0] = pack.values[0];
-            if (c < channels_left && !even && column + 1 < p.out_width) pixel[1] = pack.values[1];
-            pixel += stride;
+        for (int c = 0; c < 16; c += kChannelsAtOnce) {
+            const Pack<T, 2> pack = {T(pairs[c / kChannelsAtOnce].x), T(pairs[c / kChannelsAtOnce].y)};
+            if (c < channels_left && even) *reinterpret_cast<Pack<T, 2>*>(target) = pack;
+            if (c < channels_left && !even) target[0] = pack.values[0];
+            if (c < channels_left && !even && column + 1 < p.out_width) target[1] = pack.values[1];
+            target += int64_t(kChannelsAtOnce) * map.plane;
         }
     }
 }
@@ -1124,13 +1125,13 @@ __device__ __forceinline__ void write_output(
     const Arguments& p, const Tile& tile, ThreadTile& values, const Shared& shared, float* row_buffer) {
     const OutputMap map(p, tile);
     if constexpr (kTensorCores) {
-        row_buffer += read_thread() / 32 * 16 * kOutPitch;
+        row_buffer += read_thread() / 32 * 16 * kRowBufferPitch;
         write_rows<T>(p, tile, values, map, shared, row_buffer);
         __syncthreads();  // because the next stage overwrites the row buffer
     } else {
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
-            const Epilogue epilogue = shared.epilogue[map.channel + o * kChannelStride];
+            const Epilogue epilogue = shared.epilogues[map.channel + o * kChannelStride];
 #pragma unroll
             for (int i = 0; i < kThreadPixels; ++i) values[o][i] = normalize(values[o][i], epilogue);
 #pragma unroll
@@ -1158,8 +1159,8 @@ __device__ __forceinline__ void sum_gradients(
 #pragma unroll
         for (int k = 0; k < kChunkPixels; ++k) {
             sums[o].add<true>(g[k]);
-            float& other = sums[kThreadChannels + o].sum;
-            other = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, other);
+            float& product_sum = sums[kThreadChannels + o].sum;
+            product_sum = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, product_sum);
         }
         __syncwarp();  // otherwise nvcc moves all loads of g to the front, and runs out of registers
     }
@@ -1180,21 +1181,21 @@ __device__ __forceinline__ void write_dh(
 #pragma unroll
     for (int i = 0; i < kThreadValues; i += kChunkPixels) {
         const int o = i / kThreadPixels, begin = i % kThreadPixels, c = map.channel + o * kChannelStride;
-        Chunk chunk;  // g, then dh
-        load_pixels(static_cast<const T*>(p.g), map, o, begin, chunk);
-        const Epilogue epilogue = shared.epilogue[c];
+        Chunk g, dh;
+        load_pixels(static_cast<const T*>(p.g), map, o, begin, g);
+        const Epilogue epilogue = shared.epilogues[c];
         const float scale = shared.parameters[c].scale;
 #pragma unroll
         for (int k = 0; k < kChunkPixels; ++k) {
             const float h_value = h[o][begin + k], z = h_value * scale;
             const float mean_terms = fmaf(activation(z) - epilogue.mean, epilogue.v_factor, epilogue.shift);
-            const float dv_over_rstd = fmaf(epilogue.factor, chunk[k], -mean_terms);
+            const float dv_over_rstd = fmaf(epilogue.factor, g[k], -mean_terms);
             const float dz_over_rstd = map.valid_mask >> (begin + k) & 1 ? dv_over_rstd * activation_gradient(z) : 0.0f;
             sums[o].sum += dz_over_rstd;
             sums[kThreadChannels + o].sum = fmaf(dz_over_rstd, h_value, sums[kThreadChannels + o].sum);
-            chunk[k] = dz_over_rstd * epilogue.rstd * scale;
+            dh[k] = dz_over_rstd * epilogue.rstd * scale;
         }
-        with_dh<T>(p, [&](auto* to) { store_pixels(to, map, o, begin, chunk); });
+        with_dh<T>(p, [&](auto* to) { store_pixels(to, map, o, begin, dh); });
         __syncwarp();  // as in sum_gradients
     }
     store_warp_sums<false>(sums, {}, shared);
@@ -1203,11 +1204,11 @@ __device__ __forceinline__ void write_dh(
 // By the first warp, after __syncthreads: writes the tile's partial sums of dbias and dscale.
 __device__ __forceinline__ void write_bias_scale_partials(const Arguments& p, const Tile& tile, const Shared& shared) {
     const int lane = read_thread();
-    if (lane >= min(p.tile_outs, p.out_channels - tile.first_channel)) return;
+    if (lane >= min(p.tile_channels, p.out_channels - tile.first_channel)) return;
     const double2 totals = sums_of_warps(p, tile, shared, lane);
-    const double rstd = shared.epilogue[lane].rstd, scale = shared.parameters[lane].scale;
-    grad_partial(p, tile, 2, lane) = totals.x * rstd * scale;
-    grad_partial(p, tile, 3, lane) = totals.y * rstd;
+    const double rstd = shared.epilogues[lane].rstd, scale = shared.parameters[lane].scale;
+    grad_partial(p, tile, kDBias, lane) = totals.x * rstd * scale;
+    grad_partial(p, tile, kDScale, lane) = totals.y * rstd;
 }
 
 // By a thread, in place of a convolution: loads its values of conv(x).
@@ -1248,35 +1249,35 @@ __device__ __forceinline__ void add_bias_and_activate(
 template <typename T, Direction DIRECTION>
 __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInputGradient ? 1 : kBlocksPerSM)
     convolve_and_normalize(const __grid_constant__ Arguments p) {
-    // Dynamic shared memory: stage_x | weights of all stages or, unless keeps_weights, of one | raw, if kHasRaw.
+    // Dynamic shared memory: stage_x | weights of all stages, or of one unless keeps_weights | copied_x if kConvertsX.
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const stage_x = reinterpret_cast<float*>(dynamic);
     float* const weights = stage_x + p.x_floats;
-    constexpr bool kHasRaw = sizeof(T) == 2 || kTensorCores;  // x is copied to memory of its own, else to stage_x
-    T* const raw =
-        reinterpret_cast<T*>(kHasRaw ? weights + (p.keeps_weights ? p.stages : 1) * p.weight_floats : stage_x);
+    constexpr bool kConvertsX = sizeof(T) == 2 || kTensorCores;  // else copy_x writes to stage_x
+    T* const copied_x =
+        reinterpret_cast<T*>(kConvertsX ? weights + (p.keeps_weights ? p.stages : 1) * p.weight_floats : stage_x);
     if (read_thread() == 0) shared.tiles[0].set(p, blockIdx.x);
     if (kTensorCores && read_thread() <= kMaxTaps) {
         const int tap = read_thread() < p.kernel_size * p.kernel_size ? read_thread() : 0;
         shared.tap_offsets[read_thread()] = (tap / p.kernel_size * kPitch + tap % p.kernel_size) * 16;
     }
-    if (read_thread() < kMaxTileOuts) {  // also for channels that do not exist: their values are computed, but not used
-        shared.epilogue[read_thread()] = {0, 1, 0};  // the gradient of x keeps it: its output is `values`
+    if (read_thread() < kMaxTileChannels) {  // also channels that do not exist: their values are computed, but not used
+        shared.epilogues[read_thread()] = {0, 1, 0};  // the gradient of x keeps it: its output is `values`
         shared.parameters[read_thread()] = {};
     }
     __syncthreads();
-    copy_x<T>(p, shared.tiles[0], 0, raw);
+    copy_x<T>(p, shared.tiles[0], 0, copied_x);
     // Two blocks of a multiprocessor that begin together also wait and store together. So the grid's second half, whose
     // blocks mostly share multiprocessors with those of the first, begins later, by half of a tile's time on an H200:
     // the kernel takes 0.98 times as long, in 16 bits 1.00. It would take longer if a block had few tiles. In the
     // backward this gains nothing.
-    if (DIRECTION == kForward && p.all_tiles / kStaggeredTiles >= gridDim.x && blockIdx.x >= gridDim.x / 2)
+    if (DIRECTION == kForward && p.all_tiles / kMinTilesToStagger >= gridDim.x && blockIdx.x >= gridDim.x / 2)
         __nanosleep(9000);
 #pragma unroll 1
-    for (int buffer = 0; shared.tiles[buffer].number < p.all_tiles; buffer ^= 1) {
-        const Tile& tile = shared.tiles[buffer];
-        Tile& next = shared.tiles[buffer ^ 1];
+    for (int current = 0; shared.tiles[current].number < p.all_tiles; current ^= 1) {
+        const Tile& tile = shared.tiles[current];
+        Tile& next = shared.tiles[current ^ 1];
         ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
         float largest_unscale = 0;  // of the tile's stages
         const bool loads_weights = !p.keeps_weights || tile.number == int(blockIdx.x);
@@ -1284,21 +1285,20 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         if (loads_weights && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
         for (int first_in = 0; first_in < p.in_channels; first_in += p.stage_channels) {
             const int stage = first_in / p.stage_channels, next_in = first_in + p.stage_channels;
-            const int place = p.keeps_weights ? stage : 0;  // of the stage's weights
-            float* const stage_weights = weights + place * p.weight_floats;
+            const int slot = p.keeps_weights ? stage : 0;  // where shared memory has the stage's weights
+            float* const stage_weights = weights + slot * p.weight_floats;
             if (stage > 0) __syncthreads();  // warps may still read what is overwritten now
-            if (stage > 0 && !kHasRaw) copy_x<T>(p, tile, first_in, raw);
+            if (stage > 0 && !kConvertsX) copy_x<T>(p, tile, first_in, copied_x);
             if (loads_weights) {
-                shared.weight_unscales[place] =
+                shared.weight_unscales[slot] =
                     load_weights<T, DIRECTION>(p, tile.first_channel, first_in, stage_weights, shared);
                 if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            const float unscale = shared.weight_unscales[place] * convert_x<T>(p, first_in, raw, stage_x, shared);
+            const float unscale = shared.weight_unscales[slot] * convert_x<T>(p, first_in, copied_x, stage_x, shared);
             largest_unscale = fmaxf(largest_unscale, unscale);
-            if (next_in < p.in_channels && kHasRaw) copy_x<T>(p, tile, next_in, raw);
+            if (next_in < p.in_channels && kConvertsX) copy_x<T>(p, tile, next_in, copied_x);
             __syncthreads();
-            const int channels = channels_of_stage(p, first_in);
-            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, channels, unscale, values);
+            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in, unscale, values);
         }
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.stages == 0) {
@@ -1309,7 +1309,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
-            if (next.number < p.all_tiles) copy_x<T>(p, next, 0, raw);
+            if (next.number < p.all_tiles) copy_x<T>(p, next, 0, copied_x);
             write_output<T>(p, tile, values, shared, stage_x);
             continue;
         }
@@ -1321,7 +1321,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         }
         __syncthreads();
         if (p.mode != kOutputOnly && read_thread() < 32) publish<DIRECTION>(p, tile, shared);
-        if (next.number < p.all_tiles && p.stages > 0) copy_x<T>(p, next, 0, raw);  // while the other blocks publish
+        if (next.number < p.all_tiles && p.stages > 0) copy_x<T>(p, next, 0, copied_x);  // while other blocks publish
         if (p.mode == kSumsOnly) continue;
         if (p.mode == kFused && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
@@ -1351,11 +1351,11 @@ static Arguments plan(const int64_t* sizes, int direction) {
     p.out_height = p.height + 2 * p.pad - p.kernel_size + 1;
     p.out_width = p.width + 2 * p.pad - p.kernel_size + 1;
     p.inverse_count = 1.0 / (double(p.group_channels) * p.out_height * p.out_width);
-    p.tile_outs_log2 = p.out_channels <= 16 ? 4 : 5;
-    p.tile_outs = 1 << p.tile_outs_log2;
-    p.channel_tiles = (p.out_channels + p.tile_outs - 1) / p.tile_outs;
-    p.max_parts = p.tile_outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * p.tile_outs - 2) / p.tile_outs;
-    p.tile_rows = kThreads * kThreadValues / p.tile_outs / kTileColumns;
+    p.tile_channels_log2 = p.out_channels <= 16 ? 4 : 5;
+    p.tile_channels = 1 << p.tile_channels_log2;
+    p.channel_tiles = (p.out_channels + p.tile_channels - 1) / p.tile_channels;
+    p.max_group_tiles = p.tile_channels % p.group_channels == 0 ? 1 : (p.group_channels - 2) / p.tile_channels + 2;
+    p.tile_rows = kThreads * kThreadValues / p.tile_channels / kTileColumns;
     p.lines = p.tile_rows + p.kernel_size - 1;
     p.column_tiles = (p.out_width + kTileColumns - 1) / kTileColumns;
     p.pixel_tiles = (p.out_height + p.tile_rows - 1) / p.tile_rows * p.column_tiles;
@@ -1369,7 +1369,7 @@ static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * k
 extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64_t* partial_rows) {
     const Arguments p = plan(sizes, kForward);
     *partial_rows = int64_t(p.samples) * p.pixel_tiles;
-    *bytes = counter_bytes(p) + *partial_rows * p.groups * p.max_parts * int64_t(sizeof(double2));
+    *bytes = counter_bytes(p) + *partial_rows * p.groups * p.max_group_tiles * int64_t(sizeof(double2));
 }
 
 #define RETURN_ERROR_OF(call) \
@@ -1377,7 +1377,7 @@ extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64
 
 template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p, cudaStream_t stream) {
     auto* const kernel = convolve_and_normalize<T, DIRECTION>;
-    int device, sms, sm_bytes, max_block_bytes, resident;
+    int device, sms, sm_bytes, max_block_bytes, blocks_per_sm;
     RETURN_ERROR_OF(cudaGetDevice(&device));
     RETURN_ERROR_OF(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
     RETURN_ERROR_OF(cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
@@ -1389,28 +1389,28 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     RETURN_ERROR_OF(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
     const bool tensor_cores = uses_tensor_cores(attributes.ptxVersion);  // 80 where 9.0 runs 8.0's PTX
     // Sets stage_channels, x_floats and weight_floats. Returns the bytes of dynamic memory with one stage's weights.
-    const auto bytes_of = [&](int stage_channels) {
+    const auto set_stage = [&](int stage_channels) {
         p.stage_channels = stage_channels;
-        const int channel_pixels = p.lines * kPitch, taps = p.kernel_size * p.kernel_size;
-        p.x_floats =
-            tensor_cores ? std::max(channel_pixels * 4 * kPieces<T>, kOutFloats) : channel_pixels * stage_channels;
-        p.weight_floats = p.tile_outs * (tensor_cores ? (taps + 1) / 2 * 8 * kPieces<T> : taps * stage_channels);
-        const int raw_values = tensor_cores || sizeof(T) == 2 ? stage_channels * channel_pixels : 0;
-        return 4 * (p.x_floats + p.weight_floats) + raw_values * int(sizeof(T));
+        const int channel_pixels = p.lines * kPitch, taps = p.kernel_size * p.kernel_size, k_steps = (taps + 1) / 2;
+        p.x_floats = tensor_cores ? std::max(channel_pixels * 4 * kPieces<T>, kRowBufferFloats)
+                                  : channel_pixels * stage_channels;
+        p.weight_floats = p.tile_channels * (tensor_cores ? k_steps * 8 * kPieces<T> : taps * stage_channels);
+        const int copied_values = tensor_cores || sizeof(T) == 2 ? stage_channels * channel_pixels : 0;  // kConvertsX
+        return 4 * (p.x_floats + p.weight_floats) + copied_values * int(sizeof(T));
     };
-    int bytes = bytes_of(tensor_cores ? kMaxStageChannels : std::clamp(p.in_channels, 1, kMaxStageChannels));
-    const auto fits = [&](int block_bytes) {  // in a multiprocessor that reserves 1 KiB for each of kBlocksPerSM blocks
+    int bytes = set_stage(tensor_cores ? kMaxStageChannels : std::clamp(p.in_channels, 1, kMaxStageChannels));
+    const auto two_blocks_fit = [&](int block_bytes) {  // in a multiprocessor, which reserves 1 KiB for each block
         return kBlocksPerSM * (block_bytes + int(sizeof(Shared)) + 1024) <= sm_bytes;
     };
-    // Two blocks do not fit: smaller stages.
-    while (!tensor_cores && p.stage_channels > 1 && !fits(bytes)) bytes = bytes_of(p.stage_channels / 2);
+    // If two blocks do not fit, the stages become smaller.
+    while (!tensor_cores && p.stage_channels > 1 && !two_blocks_fit(bytes)) bytes = set_stage(p.stage_channels / 2);
     p.stages = (p.in_channels + p.stage_channels - 1) / p.stage_channels;
     const int other_stages_bytes = 4 * p.weight_floats * (p.stages - 1);
-    const bool stages_can_stay = 1 <= p.stages && p.stages <= kMaxStages;
-    p.keeps_weights = p.channel_tiles == 1 && stages_can_stay && (p.stages == 1 || fits(bytes + other_stages_bytes));
+    const bool can_stay = p.channel_tiles == 1 && 1 <= p.stages && p.stages <= kMaxStages;
+    p.keeps_weights = can_stay && (p.stages == 1 || two_blocks_fit(bytes + other_stages_bytes));
     if (p.keeps_weights) bytes += other_stages_bytes;
-    RETURN_ERROR_OF(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes));
-    int grid = std::min(std::min(resident, kBlocksPerSM) * sms, p.all_tiles);
+    RETURN_ERROR_OF(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, kernel, kThreads, bytes));
+    int grid = std::min(std::min(blocks_per_sm, kBlocksPerSM) * sms, p.all_tiles);
     if (DIRECTION == kInputGradient) {
         p.mode = kOutputOnly;
         kernel<<<grid, kThreads, bytes, stream>>>(p);
@@ -1443,8 +1443,8 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
     Arguments p = plan(sizes, direction);
-    const void** const fields[] = {&p.x, &p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
-    for (int i = 0; i < 7; ++i) *fields[i] = pointers[i];
+    const void** const inputs[] = {&p.x, &p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
+    for (int i = 0; i < 7; ++i) *inputs[i] = pointers[i];
     p.statistics = static_cast<Statistics*>(pointers[7]);
     p.counters = static_cast<unsigned*>(pointers[8]);
     p.partials = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
@@ -1614,7 +1614,7 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 // are at most 32 input channels (more of x, 128 KiB a band, fills much of the second-level cache), (3) its rows have at
 // least twice the kernel's columns (else, for 3x3, over a quarter of the work is on pixels that mix two rows). The
 // output, in x's row length, must also have kTilePixels values: a smaller tile would begin before x.
-bool direct_pays(const Tensor& x, const Tensor& weight) {
+bool direct_is_faster(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
     const bool few_terms = weight.size(1) <= 32 && weight[0].numel() <= kMaxTerms;
@@ -1718,7 +1718,7 @@ struct DirectConvolution : Layout {
         }
     }
 
-    // make_bands takes indices of (samples, channel_tiles, bands); then normalize_channels, of (samples, out_channels).
+    // Two steps. Each takes a range of indices: of (samples, channel_tiles, bands), then of (samples, out_channels).
     void make_bands(int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(
             new float[kTilePixels + kTileChannels * (band_rows * width + kTilePixels)]);
@@ -1732,9 +1732,9 @@ struct DirectConvolution : Layout {
         for (int64_t i = begin; i < end; ++i) {
             Sums sums;
             for (int64_t k = 0; k < sums_per_group; ++k) {
-                const Sums& one = band_sums[i / group_channels * sums_per_group + k];
-                sums.values += one.values;
-                sums.squares += one.squares;
+                const Sums& band = band_sums[i / group_channels * sums_per_group + k];
+                sums.values += band.values;
+                sums.squares += band.squares;
             }
             const double mean = sums.values / n;
             const double variance = std::max(sums.squares / n - mean * mean, 0.0);
@@ -1754,7 +1754,7 @@ struct DirectConvolution : Layout {
     void run() {
         prepare();
         const int64_t band_values = kTileChannels * band_rows * width;
-        const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values`: of each of n
+        const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values`: in each of n
             at::parallel_for(0, n, kGrain / values + 1, make);
         };
         if (samples * slices >= 4 * at::get_num_threads()) {  // then no thread has over 5/4 of the average work
@@ -1780,7 +1780,7 @@ Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t gro
     return convolution.output;
 }
 
-// Computes in float32. If the direct convolution does not pay, calls PyTorch's, and writes the activation over h.
+// Computes in float32. If PyTorch's convolution is faster, calls that, and writes the activation over h.
 Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (x.scalar_type() != at::kFloat) {
@@ -1790,7 +1790,7 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
         return {out.to(x.scalar_type()), statistics};
     }
     const Tensor no_statistics = at::zeros({x.size(0), groups, 3}, at::kFloat);  // no backward on a CPU reads them
-    if (direct_pays(x, parameters[kWeight])) { return {convolve_directly(x, parameters, groups, eps), no_statistics}; }
+    if (direct_is_faster(x, parameters[kWeight])) return {convolve_directly(x, parameters, groups, eps), no_statistics};
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor bias = parameters[kBias].contiguous();
     const Tensor scale = parameters[kScale].contiguous();
@@ -1809,8 +1809,8 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
 // For _check_activation.
 std::tuple<double, double> activation_at(double z) { return {activation(float(z)), activation_gradient(float(z))}; }
 
-// The gradient of x, of type `dtype`, empty if it is not needed; four rows: the gradients of beta, of gamma, of either
-// bias (they are equal), and of scale; the gradient of the convolution's weight, empty if it is not needed.
+// Returns the gradient of x, of type `dtype`; four rows, the gradients of beta, of gamma, of either bias (they are
+// equal), and of scale; and the gradient of the convolution's weight. x's and the weight's are empty if not needed.
 Gradients backward_meta(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor&,
     at::ScalarType dtype, bool needs_x, bool needs_weight) {
     const auto gradient_of = [](const Tensor& t, bool needed, at::ScalarType type) {
@@ -1840,7 +1840,7 @@ void check_launch(int error) {
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
 
-// Launches the forward or, with a gradient, the backward, which returns grad_partials; `out` is the output or dh.
+// Launches the forward, or the backward if `grad` is defined; returns its grad_partials. `out` is the output or dh.
 Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
     const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
@@ -1848,16 +1848,16 @@ Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& sta
         weight.size(2), dtype_code(x.scalar_type()), dtype_code(out.scalar_type())};
     int64_t bytes, partial_rows;
     conv_workspace_sizes(sizes, &bytes, &partial_rows);
-    std::vector<Tensor> held = {aligned(x)};
-    for (const Tensor& t : parameters) held.push_back(t.contiguous());
-    held.insert(held.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
+    std::vector<Tensor> arguments = {aligned(x)};
+    for (const Tensor& t : parameters) arguments.push_back(t.contiguous());
+    arguments.insert(arguments.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
     Tensor grad_partials;
     if (grad.defined()) {
         grad_partials = at::empty({partial_rows, 4, weight.size(0)}, x.options().dtype(at::kDouble));
-        held.insert(held.end(), {aligned(grad), grad_partials});
+        arguments.insert(arguments.end(), {aligned(grad), grad_partials});
     }
     std::vector<void*> pointers;
-    for (const Tensor& t : held) pointers.push_back(t.data_ptr());
+    for (const Tensor& t : arguments) pointers.push_back(t.data_ptr());
     check_launch(conv_launch(
         pointers.data(), sizes, eps, grad.defined() ? kBackward : kForward, c10::cuda::getCurrentCUDAStream()));
     return grad_partials;
@@ -1894,10 +1894,10 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
         input_gradient(dh, weight, dx);
     }
     if (aten_computes_dx || needs_weight) {
-        const auto found = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1}, false,
-            {0, 0}, 1, {aten_computes_dx, needs_weight, false});
-        if (aten_computes_dx) dx = std::get<0>(found);
-        if (needs_weight) grad_weight.copy_(std::get<1>(found));
+        const auto conv_grads = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1},
+            false, {0, 0}, 1, {aten_computes_dx, needs_weight, false});
+        if (aten_computes_dx) dx = std::get<0>(conv_grads);
+        if (needs_weight) grad_weight.copy_(std::get<1>(conv_grads));
     }
     return {dx, parameter_grads, grad_weight};
 }
@@ -2060,14 +2060,14 @@ def _check_activation() -> None:
     activation = getattr(torch.ops, NAMESPACE).activation
     z = torch.tensor([-30, -4.3, -3.4, -1.7, -0.6, 0.3, 1.1, 2.2, 3.4, 5.2, 8, 30], dtype=torch.float64, device="cpu")
     below, v, above = (_activate(z + step, 0, 1) for step in (-1e-3, 0, 1e-3))
-    found = z.new_tensor([activation(one) for one in z.tolist()])
-    differ = (found - torch.stack([v, (above - below) / 2e-3], 1)).abs().amax(1)
-    of_nan, models = z.new_tensor(activation(torch.nan)[0]), _activate(z.new_tensor(torch.nan), 0, 1)
-    nan_is_lost = bool(models.isnan() and not of_nan.isnan())
-    if nan_is_lost or not differ.max() <= 1e-4:
-        where = "NaN" if nan_is_lost else f"{z[differ.argmax()]:.1f}"
-        three = "activation and activation_gradient (in CUDA_SOURCE) and _activate"
-        raise RuntimeError(f"{three} compute different functions, see z = {where}: edit all three")
+    ours = z.new_tensor([activation(one) for one in z.tolist()])
+    difference = (ours - torch.stack([v, (above - below) / 2e-3], 1)).abs().amax(1)
+    ours_at_nan, models_at_nan = z.new_tensor(activation(torch.nan)[0]), _activate(z.new_tensor(torch.nan), 0, 1)
+    nan_is_lost = bool(models_at_nan.isnan() and not ours_at_nan.isnan())
+    if nan_is_lost or not difference.max() <= 1e-4:
+        where = "NaN" if nan_is_lost else f"{z[difference.argmax()]:.1f}"
+        functions = "activation and activation_gradient (in CUDA_SOURCE) and _activate"
+        raise RuntimeError(f"{functions} compute different functions, see z = {where}: edit all three")
 
 
 with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the file is imported among fake tensors
@@ -2082,9 +2082,9 @@ def _after_conv(h, bias, scale, gamma, beta, groups: int, eps: float) -> torch.T
     return group_norm(h, groups, gamma, beta, eps)
 
 
-def _functional(x, conv_weight, conv_bias, *others) -> torch.Tensor:
-    """The Model's lines; `others` as _after_conv has them."""
-    return _after_conv(torch.conv2d(x, conv_weight, conv_bias), *others)
+def _functional(x, weight, conv_bias, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
+    """The Model's lines, as a function of its tensors."""
+    return _after_conv(torch.conv2d(x, weight, conv_bias), bias, scale, gamma, beta, groups, eps)
 
 
 def _is_nchw(t: torch.Tensor) -> bool:
@@ -2106,51 +2106,51 @@ def fits(tensors: tuple, groups: int) -> bool:
             return False
     if not (x.is_cpu or x.is_cuda and torch.version.cuda) or _exports_layers():
         return False
-    device, dtypes, computed_in = x.device, [x.dtype], x.dtype
+    device, dtypes, compute_dtype = x.device, [x.dtype], x.dtype
     if torch.is_autocast_enabled(device.type):
-        dtypes, computed_in = _GPU_DTYPES, torch.get_autocast_dtype(device.type)
+        dtypes, compute_dtype = _GPU_DTYPES, torch.get_autocast_dtype(device.type)
         # Our output is float32, as on a GPU. Eager's on a CPU has the type of (h + bias) * scale.
         if x.is_cpu and not bias.dtype == gamma.dtype == beta.dtype == torch.float32:
             return False
-    if computed_in not in (_CPU_DTYPES if x.is_cpu else _GPU_DTYPES):
+    if compute_dtype not in (_CPU_DTYPES if x.is_cpu else _GPU_DTYPES):
         return False
-    if x.is_cpu and _wants_gradients(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
+    if x.is_cpu and _wants_gradients(tensors) and (compute_dtype == torch.float32 or x.numel() < 2048):
         return False  # ATen does it; below 2048 values of 16 bits, converting them costs more than it saves
     for t in tensors:
         if t.dtype not in dtypes or t.device != device:
             return False
     if not _is_nchw(x) or not _is_nchw(weight):
         return False
-    samples, ins, height, width = x.shape
-    channels, weight_ins, kernel_height, kernel_width = weight.shape
-    of_channels = (channels, 1, 1)
-    if not 0 < ins == weight_ins or not 0 < 32 * channels < 2**31 or channels % groups != 0:
+    samples, in_channels, height, width = x.shape
+    out_channels, weight_in_channels, kernel_height, kernel_width = weight.shape
+    per_channel = (out_channels, 1, 1)
+    if not 0 < in_channels == weight_in_channels or not 0 < 32 * out_channels < 2**31 or out_channels % groups != 0:
         return False
-    if not bias.shape == scale.shape == of_channels:
+    if not bias.shape == scale.shape == per_channel:
         return False
-    if not conv_bias.shape == gamma.shape == beta.shape == of_channels[:1]:
+    if not conv_bias.shape == gamma.shape == beta.shape == per_channel[:1]:
         return False
     rows, columns = height - kernel_height + 1, width - kernel_width + 1
-    if rows < 1 or columns < 1 or samples * (channels // groups) * rows * columns == 1:  # PyTorch raises an error
+    if rows < 1 or columns < 1 or samples * (out_channels // groups) * rows * columns == 1:  # PyTorch raises an error
         return False
     if x.is_cpu:
         return True
     # The kernel counts channels, pixels and tiles, of 16 channels x 16 rows x 32 columns or larger, in 32 bits.
     pixel_tiles = ((rows + 15) // 16) * ((columns + 31) // 32)
-    if samples * ((channels + 15) // 16) * pixel_tiles >= 2**30 or height * width >= 2**31 - 64:
+    if samples * ((out_channels + 15) // 16) * pixel_tiles >= 2**30 or height * width >= 2**31 - 64:
         return False
-    if torch.compiler.is_compiling():  # a program for any size is not to become one for some
+    if torch.compiler.is_compiling():  # more guards would restrict a program for any size
         return True
-    # Each tile reads all sums of its own groups: from so many on we take longer than PyTorch (estimated). The backward
-    # writes 32 bytes a tile and channel: for images of few pixels that is more than x and out.
-    few_pixels = rows * columns < 16 and samples * channels >= 2**24
+    # Each tile reads all sums of its own groups. If these are more than 2^16, we take longer than PyTorch (estimated).
+    # The backward writes 32 bytes a tile and channel: for images of few pixels that is more than x and out.
+    few_pixels = rows * columns < 16 and samples * out_channels >= 2**24
     return pixel_tiles * min(groups, 32) <= 2**16 and not (few_pixels and _wants_gradients(tensors))
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether our operators convolve, too. On a GPU they do 3x3 and 1x1; of many input channels cuDNN is faster."""
-    ins, kernel = weight.shape[1], tuple(weight.shape[2:])
-    return x.is_cpu or kernel in ((1, 1), (3, 3)) and ins <= (32 if x.dtype == torch.float32 else 16)
+    """Whether our operators convolve. On a GPU they do 3x3 and 1x1; for many input channels cuDNN is faster."""
+    in_channels, kernel = weight.shape[1], tuple(weight.shape[2:])
+    return x.is_cpu or kernel in ((1, 1), (3, 3)) and in_channels <= (32 if x.dtype == torch.float32 else 16)
 
 
 def _wants_gradients(tensors: tuple) -> bool:
@@ -2187,18 +2187,18 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             with torch.enable_grad():
                 # Views: if one of the tensors was computed from another, each still gets only its own gradient.
                 tensors = [t.view_as(t) for t in tensors]
-                x, weight, conv_bias, *others = tensors
+                x, weight, conv_bias, bias, scale, gamma, beta = tensors
                 h = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
-                out = _after_conv(h, *others, ctx.groups, ctx.eps)
+                out = _after_conv(h, bias, scale, gamma, beta, ctx.groups, ctx.eps)
                 wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
-                found = iter(torch.autograd.grad(out, wanted, grad, create_graph=differentiable))
-            return None, None, *(next(found) if need else None for need in needs)
+                grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=differentiable))
+            return None, None, *(next(grads) if need else None for need in needs)
         x, *parameters = tensors
         grad_x, parameter_grads, grad_weight = _backward(grad, x, parameters, statistics, ctx.dtype, *needs[:2])
-        grad_beta, grad_gamma, grad_bias, grad_scale = parameter_grads.to(grad.dtype).unbind()  # both biases' is one
-        found = (grad_x, grad_weight, grad_bias, grad_bias.clone(), grad_scale, grad_gamma, grad_beta)
-        found = (g.to(t.dtype).view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True))
-        return None, None, *found
+        grad_beta, grad_gamma, grad_bias, grad_scale = parameter_grads.to(grad.dtype).unbind()  # one for both biases
+        grads = (grad_x, grad_weight, grad_bias, grad_bias.clone(), grad_scale, grad_gamma, grad_beta)
+        grads = (g.to(t.dtype).view_as(t) if need else None for g, t, need in zip(grads, tensors, needs, strict=True))
+        return None, None, *grads
 
 
 def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
@@ -2223,10 +2223,10 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _eager_is_faster(tensors: tuple) -> bool:
-    """Whether to skip `fits` on a CPU. float32 with gradients: our kernels do not take it. float32 below 128 pixels:
-    they save less than `fits` takes. Other types: so few and small images that converting costs more than it saves."""
+    """Whether to skip `fits` on a CPU: in float32 with gradients, which our kernels do not take, or below 128 pixels,
+    where they save less than `fits` takes; in other types if images are too few and small for converting to pay."""
     x, weight = tensors[0], tensors[1]
-    if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # compiled: direct_pays decides
+    if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # compiled: C++ decides
         return False
     if x.dim() != 4 or torch.is_autocast_enabled("cpu"):
         return False
@@ -2260,9 +2260,9 @@ class ModelNew(nn.Module):
         if not torch.jit.is_scripting():  # torch.jit.script compiles the Model's lines alone
             conv, norm = self.conv, self.group_norm
             if _are_unchanged(conv, norm):
-                of_conv = _read(conv, "weight"), _read(conv, "bias")
-                of_norm = _read(norm, "weight"), _read(norm, "bias")
-                tensors = (x, *of_conv, _read(self, "bias"), _read(self, "scale"), *of_norm)
+                conv_parameters = _read(conv, "weight"), _read(conv, "bias")
+                norm_parameters = _read(norm, "weight"), _read(norm, "bias")
+                tensors = (x, *conv_parameters, _read(self, "bias"), _read(self, "scale"), *norm_parameters)
                 if _eager_is_faster(tensors):  # what the layers compute, without the time of calling modules
                     return _functional(*tensors, norm.num_groups, norm.eps)
                 if fits(tensors, norm.num_groups):

@@ -80,7 +80,7 @@ KERNELS = [
     (CONV, " or module._backward_pre_hooks", "", "dropin"),
     (CONV, "nn.modules.module._has_any_global_hook() or ", "", "dropin"),
     (CONV, "_is_unchanged(conv, nn.Conv2d) and", "", "dropin"),
-    (CONV, "not bias.shape == scale.shape == of_channels", "False", "convolution_on_cpu"),
+    (CONV, "not bias.shape == scale.shape == per_channel", "False", "convolution_on_cpu"),
     (CONV, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
 ]  # fmt: skip
 
