@@ -595,10 +595,12 @@ def put(case: Case, request: Request, must: bool) -> None:
     if not len(reply["forms"]) == len(reply["names"]) == len(places):
         reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
-    if How.IGNORED not in request.how:  # whose question is whether it has a training mode
-        known = [what for what in wrong if what.startswith((RANDOM, REUSED, SHARED, GRAD_MODE, OWN_MODE))]
-        case.lacks(*known)
-        wrong = [what for what in wrong if what not in known]
+    lacks = (REUSED, SHARED, GRAD_MODE, OWN_MODE)
+    if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
+        lacks += (RANDOM,)
+    known = [what for what in wrong if what.startswith(lacks)]
+    case.lacks(*known)
+    wrong = [what for what in wrong if what not in known]
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["given"] != expected[0].given and reply["tree"] == expected[0].tree:

@@ -336,7 +336,7 @@ class Contender:
             with torch.no_grad():
                 for name, x in state_by_name(module, own).items():
                     if How.EXCHANGED in how and isinstance(x, torch.nn.Parameter):
-                        x.data = state[name].to(x.device, copy=True)
+                        x.data = torch.empty_like(x.data).copy_(state[name])  # in x's strides
                     elif How.SPARING not in how or not same_bits(x, state[name].to(x.device)):
                         x.copy_(state[name])
 
@@ -377,8 +377,10 @@ class Contender:
             module._apply(partial(alike, behind=behind))
             for memory in old:
                 memory.fill_(float("nan"))
+        laid = [(x, x.data) for x in (*module.parameters(), *module.buffers()) if x.dim() == 4]
         if How.CHANNELS_LAST in request.how:
-            module._apply(lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
+            for x, data in laid:
+                x.data = data.contiguous(memory_format=torch.channels_last)
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
@@ -392,6 +394,8 @@ class Contender:
         if module.training:
             module.eval()
         restore(stand)
+        if How.THEN_EVAL in request.how:  # what eval mode folded is of statistics that are no more
+            module.train().eval()
         if How.INFERENCE in request.how:  # a buffer that was made then could not be written any more
             for buffers, name, x, values in standing(module):
                 buffers[name] = values if x.is_inference() else x
@@ -402,7 +406,8 @@ class Contender:
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, p)
         if How.CHANNELS_LAST in request.how:
-            module._apply(torch.Tensor.contiguous)
+            for x, data in laid:
+                x.data = data
         forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
         told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
         return {"forms": forms, "names": names, "graphs": self.graphs, **told}
