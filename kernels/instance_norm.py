@@ -289,7 +289,7 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
 }
 // The same over a group of `group_threads` threads. All threads of the block call it. If a group has several warps,
 // lane 0 of each stores the warp's sums, and after the barrier each warp adds up those of the group. Calls with the
-// same COUNT share one of_warp. For groups of several warps, a kernel may therefore make only one call per COUNT: a
+// same COUNT share one warp_values. For groups of several warps, a kernel may therefore make only one call per COUNT: a
 // second could overwrite sums that a slow warp still reads.
 template <int COUNT> __device__ void add_over_group(float (&value)[COUNT], int group_threads) {
     __shared__ float warp_values[kMaxGroupThreads / 32][COUNT];
