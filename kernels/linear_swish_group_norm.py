@@ -137,7 +137,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits errs by more, so smaller thresholds would do: see Range in hopper/linear_*.py.)
+// 11 bits errs by more, so smaller thresholds would do: see Thresholds in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the

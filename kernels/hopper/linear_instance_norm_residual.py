@@ -14,7 +14,7 @@ float32, float16 or bfloat16, all 2-D but the bias; y of h's shape; F a multiple
 products of at least 2^30 multiplications, each size at least 128, rows of whole 16 bytes (`_product_fits`); no hooks,
 autocast or transforms. Float32 products run on the fp16 tensor cores: as three products with the accuracy of float32
 or, where TF32 is allowed, as one. Those of 16-bit types are cuBLAS's. The plain path is the Model's own layers. Read
-the table of roles first, then Range, then `sum_products`.
+the table of roles first, then Thresholds, then `sum_products`.
 
 At the benchmark shape, 1024 x 8192 to 8192, the product is 137 GFLOP, done three times in fp16: 0.55 ms at 750 TFLOP/s,
 about cuBLAS's rate in fp16. Before it, split_rows reads 0.3 GB of x and W and writes 0.3 GB of pieces. `python
@@ -98,7 +98,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // of W by its scale, the power of two that brings its largest value to [2^14, 2^15). (fp16 rounds values of 65520 and
 // more to infinity.) Then it stores each scaled value v as two fp16 numbers, its pieces: hi is v rounded to fp16 and lo
 // is v - hi rounded to fp16. For v in [1, 2), say, |lo| <= 2^-11, and fp16 numbers below that are at most 2^-22 apart.
-// So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v| (small v: see Range). Of the four products in
+// So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v| (small v: Thresholds). Of the four products in
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
@@ -146,7 +146,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     rows of that consumer's half    0-63  0-63  0-63   0-63     64-127  64-127  64-127  64-127
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
-// Range. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: a rounding errs by up to 2^-25.
+// Thresholds. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: rounding errs by <= 2^-25.
 //   - The pieces of a large enough value err by at most 2^-23 of it (hi alone: 2^-11 of it). For smaller values 2^-25
 //     is more than that. Such values, not 0 but below 2^-2 (hi alone: 2^-14) once scaled, are called coarse.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -176,7 +176,7 @@ struct ThreeProducts {
     // time. So a tile takes a multiple of four slices of each row. TMA fills those beyond the end of K with zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
-    static constexpr float kCoarseBelow = 0x1p-2f;  // see Range
+    static constexpr float kCoarseBelow = 0x1p-2f;  // see Thresholds
     static constexpr float kThresholdPerCoarse = 0x1p14f;  // what a coarse value adds to its row's threshold
     static constexpr int kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;  // of a thread
 };
@@ -260,7 +260,7 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
     if (Scheme::kPieces == 2) to[kSliceK / COUNT] = lo;
 }
 // Of a row of x or W. A scaled sum, times the inverse scales of its row of x and of its row of W, is a value of x W^T,
-// without the bias. It is recomputed if its magnitude is below both rows' thresholds added up (see Range).
+// without the bias. It is recomputed if its magnitude is below both rows' thresholds added up (see Thresholds).
 struct RowScale {
     float inverse_scale, threshold;
     // The exponent of the scale: inverse_scale is 2^-exponent.
@@ -979,14 +979,14 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // 2^s_W is the one scale for all of W: s_W (in min_exponent_w) is the least exponent of W's rows. 2^s_x is that for all
 // of x: s_x (in min_exponent_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
 //
-// Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Range), and the largest is 2^14 or
-// more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one scale for
-// W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is scaled by up to 2^12 more: it keeps
-// at least 4 of these up to e = 24. G's column j is divided by the same factor and keeps at least 16 - 12 = 4. So for e
-// up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature whose weights are 10^6
-// times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times with them. Errors of dX
-// are small beside the norm of their row, and errors of dW beside the norm of all of dW. So the backward uses no
-// thresholds, and recomputes nothing.
+// Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Thresholds), and the largest is
+// 2^14 or more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one
+// scale for W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is scaled by up to 2^12
+// more: it keeps at least 4 of these up to e = 24. G's column j is divided by the same factor and keeps at least 16 -
+// 12 = 4. So for e up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature whose
+// weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times with
+// them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all of dW. So the
+// backward uses no thresholds, and recomputes nothing.
 //
 //     largest of W's row j / largest of W:           1         2^-12     2^-24     2^-28 (a value in the row of 2^-24)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
