@@ -129,9 +129,6 @@ class Softplus(nn.Module):
         self.looks += 1
         return nn.functional.softplus(value)
 
-    def right_inverse(self, value):
-        return value.abs().expm1().clamp_min(1e-3).log()
-
 
 def on_the_layer(apply):
     """A parametrisation of the weight of the pair's Linear or Conv2d."""
