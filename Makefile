@@ -39,7 +39,7 @@ sweep: $(VENV)/installed
 chart: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet matplotlib
 	$(VENV)/bin/python tests/tools/plot.py
-	$(VENV)/bin/python tests/tools/summary.py --write
+	$(VENV)/bin/python tests/tools/summary.py
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)

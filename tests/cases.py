@@ -50,9 +50,6 @@ class Case:
     def values(self) -> float:
         return sum(map(math.prod, self.shapes))
 
-    def arguments(self) -> list:
-        return list(self.init)
-
     def inputs(self, batch: int | None = None) -> list:
         """Fresh inputs, of another batch size if one is given."""
         return [torch.randn(shape if batch is None else (batch, *shape[1:])) for shape in self.shapes]
@@ -239,13 +236,13 @@ def build(
 ) -> tuple[torch.nn.Module, torch.nn.Module, list]:
     """The Model, a ModelNew with the same weights, and inputs; all drawn on the CPU, so the same on every device."""
     reseed(seed)
-    model = problem(case.stem).Model(*case.arguments())
+    model = problem(case.stem).Model(*case.init)
     with torch.no_grad():
         for parameter in model.parameters():  # the ones and zeros of an untrained norm would hide that it was left out
             if parameter.numel() and parameter.min() == parameter.max():
                 parameter.normal_()
     inputs = case.inputs()
-    new = solution(case.stem).ModelNew(*case.arguments())
+    new = solution(case.stem).ModelNew(*case.init)
     new.load_state_dict(model.state_dict())
     return model.to(device, dtype), new.to(device, dtype), converted(inputs, device, dtype)
 

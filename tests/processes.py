@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-from cases import Case, build
 
 # What the process has to do: load a kernel file given by its path, run its ModelNew on the saved case, compare.
 PRELUDE = """
@@ -44,15 +43,6 @@ def compiler(folder: Path, script: str) -> Path:
 
 
 QUICKLY = 'exec c++ "$@" -O0\n'  # where only what is computed matters: to build takes half as long
-
-
-def save_case(case: Case, path: Path, device="cpu") -> Path:
-    model, _, inputs = build(case, device)
-    with torch.no_grad():
-        expected = model(*inputs)
-    state = model.cpu().state_dict()
-    torch.save({"init": case.arguments(), "state": state, "inputs": inputs, "expected": expected}, path)
-    return path
 
 
 def start_python(script: str, *arguments, cwd: Path, python=sys.executable, **environment) -> subprocess.Popen:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import KNOWN, PORTABLE, QUICKEST, ROOT, STEMS, solution
-from processes import QUICKLY, compiler, finish, run_python, save_case, start_python
+from cases import KNOWN, PORTABLE, QUICKEST, ROOT, STEMS, build, solution
+from processes import QUICKLY, compiler, finish, run_python, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
@@ -26,8 +26,12 @@ IMPORT_AND_CHECK = 'check(load(sys.argv[1], "fresh").ModelNew, sys.argv[2])'
 
 @pytest.fixture
 def saved(tmp_path):
-    """An input of FILE's Model and what the Model makes of it."""
-    return save_case(QUICKEST, tmp_path / "case.pt", "cuda" if torch.cuda.is_available() else "cpu")
+    """A file with inputs of FILE's Model and what the Model makes of them."""
+    model, _, inputs = build(QUICKEST, "cuda" if torch.cuda.is_available() else "cpu")
+    with torch.no_grad():
+        case = {"init": QUICKEST.init, "inputs": inputs, "expected": model(*inputs), "state": model.cpu().state_dict()}
+    torch.save(case, tmp_path / "case.pt")
+    return tmp_path / "case.pt"
 
 
 def find_nvcc() -> str | None:

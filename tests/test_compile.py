@@ -5,10 +5,11 @@ import logging
 
 import pytest
 import torch
-from accuracy import assert_same_form
+from accuracy import assert_same_form, forward
 from cases import CASES, COMPILED, FIRST, LAYOUTS, PORTABLE, Recorder, build, converted, each, first_cases, solution
 from processes import finish, start_python
 from test_linear_products import SMALLEST
+from test_training import output_and_gradients
 from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -28,19 +29,6 @@ def compiled(module, backend="aot_eager"):
     return torch.compile(copy.deepcopy(module), fullgraph=True, backend=backend)
 
 
-def train_step(module, inputs) -> list[torch.Tensor]:
-    """The output, then the gradients of inputs and parameters."""
-    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
-    out = module(*leaves)
-    tensors = [*(t for t in leaves if t.requires_grad), *module.parameters()]
-    return [out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out) + out.detach())]
-
-
-@torch.no_grad()
-def infer(module, inputs) -> list[torch.Tensor]:
-    return [module(*inputs)]
-
-
 def close(ours, theirs, tolerance: float = 1e-5):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
@@ -53,13 +41,13 @@ TRACED = [case for case in CASES if case.values < 1e4 and (case.stem in PORTABLE
 def test_forward_in_one_graph(case, dtype, device):
     """Also where dynamo cannot trace the Model: it warns of an InstanceNorm2d of one channel."""
     _, new, inputs = build(case, device)
-    close(infer(compiled(new), inputs), infer(new, inputs))
+    close(forward(compiled(new), inputs), forward(new, inputs))
 
 
 @each(FIRST)
 def test_forward_and_backward_in_one_graph(case, dtype, device):
     _, new, inputs = build(case, device, dtype)
-    torch.testing.assert_close(train_step(compiled(new), inputs), train_step(new, inputs))
+    torch.testing.assert_close(output_and_gradients(compiled(new), inputs), output_and_gradients(new, inputs))
 
 
 @first_cases
@@ -76,18 +64,19 @@ def test_a_forward_put_on_a_layer_compiles_anew(case, device):
 def test_inductor(case, device):
     """On a GPU also the backward, which on a CPU is PyTorch's own lines."""
     _, new, inputs = build(case, device)
-    for step in (infer, train_step)[: 1 + (device.type == "cuda")]:
+    for step in (forward, output_and_gradients)[: 1 + (device.type == "cuda")]:
         close(step(compiled(new, "inductor"), inputs), step(new, inputs), 1e-4)
 
 
 @each(COMPILED_CASES, SINGLE, [name for name in LAYOUTS if name != "negated lazily"])
+@torch.no_grad()
 def test_compiled_output_has_eagers_strides(case, dtype, layout, device):
     """A fake kernel that promises other strides than the real one gives wrong answers in the graph around it. What is
     negated lazily dynamo itself does not take."""
     _, new, inputs = build(case, device)
     inputs = [LAYOUTS[layout](t) for t in inputs]
-    (expected,) = infer(new, inputs)
-    (out,) = infer(torch.compile(lambda *tensors: new(*tensors) * 1, fullgraph=True, backend="aot_eager"), inputs)
+    traced = torch.compile(lambda *tensors: new(*tensors) * 1, fullgraph=True, backend="aot_eager")
+    expected, out = new(*inputs), traced(*inputs)
     assert_same_form(out, expected)
     close(out, expected)
 
@@ -140,14 +129,14 @@ def test_an_exported_program_goes_through_a_file(case, strict, how, device, tmp_
     taken = case.stem in PORTABLE or case.stem in COMPILED and device.type == "cuda" and "linear" not in case.stem
     if how != "without gradients":
         assert called_by(program) == called_by(models)
-        train_step(program.module(), inputs)
+        output_and_gradients(program.module(), inputs)
     elif taken:
         assert any(name.startswith(solution(case.stem).NAMESPACE) for name in called_by(program))
     torch.export.save(program, tmp_path / "program.pt2")
     exported = torch.export.load(tmp_path / "program.pt2").module()
     for size in (2, 5):
         inputs = converted(case.inputs(size), device)
-        close(infer(exported, inputs), infer(new, inputs))
+        close(forward(exported, inputs), forward(new, inputs))
 
 
 @first_cases
@@ -251,7 +240,7 @@ def recorded_calls(stem: str, device) -> list[tuple]:
         for case in cases:
             for layout in ("contiguous", "transposed", "channels_last"):
                 _, new, inputs = build(case, device)
-                for step in (train_step, infer):
+                for step in (output_and_gradients, forward):
                     step(new, [LAYOUTS[layout](t) for t in inputs])
     return recorder.calls
 

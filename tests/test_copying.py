@@ -32,7 +32,7 @@ def test_loaded_again_and_as_text_in_one_process(case, device, deterministic):
     for namespace in (as_text, as_main):
         exec(compile(source(case.stem), "<string>", "exec"), namespace)
     for namespace in (again, as_text, as_main):
-        other = namespace["ModelNew"](*case.arguments())
+        other = namespace["ModelNew"](*case.init)
         other.load_state_dict(new.state_dict())
         assert torch.equal(other.to(device)(*inputs), expected)
         assert namespace["NAMESPACE"] == again["NAMESPACE"]

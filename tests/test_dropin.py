@@ -19,7 +19,7 @@ def both(case: Case, seed: int = 7) -> tuple[nn.Module, nn.Module]:
     modules = []
     for cls in (problem(case.stem).Model, solution(case.stem).ModelNew):
         torch.manual_seed(seed)
-        modules.append(cls(*case.arguments()))
+        modules.append(cls(*case.init))
     return modules[0], modules[1]
 
 
@@ -29,7 +29,7 @@ def test_is_made_as_the_model_is(case):
     model, new = both(case)
     drawn_after = torch.rand(1)
     torch.manual_seed(7)
-    problem(case.stem).Model(*case.arguments())
+    problem(case.stem).Model(*case.init)
     assert torch.equal(drawn_after, torch.rand(1))  # ModelNew draws no more and no fewer random numbers
     for (name, ours), (other, theirs) in zip(new.named_parameters(), model.named_parameters(), strict=True):
         assert name == other and torch.equal(ours, theirs) and ours.requires_grad == theirs.requires_grad

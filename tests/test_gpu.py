@@ -80,7 +80,7 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, dete
 def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype, deterministic):
     """Also in a checkpoint, which runs it without them first, and then once more with them."""
     _, new, inputs = build(case, "cuda", dtype)
-    expected = output_and_gradients(new, inputs, None)
+    expected = output_and_gradients(new, inputs)
     again = output_and_gradients(new, inputs, reentrant=True)
     assert all(map(torch.equal, again, expected))
     with torch.no_grad():
@@ -107,10 +107,10 @@ def test_runs_on_the_inputs_device_while_another_is_current(case, dtype):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     _, new, inputs = build(case, "cuda:1", dtype)
-    found = output_and_gradients(new, inputs, None)
+    found = output_and_gradients(new, inputs)
     assert torch.cuda.current_device() == 0
     with torch.cuda.device(1):
-        expected = output_and_gradients(new, inputs, None)
+        expected = output_and_gradients(new, inputs)
     assert all(x.device == torch.device("cuda:1") for x in found)
     assert all(map(torch.equal, found, expected))
 

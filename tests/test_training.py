@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from cases import build, captured, converted, first_cases, learning_cases
+from test_gradients import weights_of_the_sum
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -98,12 +99,12 @@ def test_gradient_scaling(case, device):
     assert ours == pytest.approx(theirs, rel=2e-3)
 
 
-def output_and_gradients(new, inputs, reentrant: bool | None) -> list[torch.Tensor]:
+def output_and_gradients(new, inputs, reentrant: bool | None = None) -> list[torch.Tensor]:
     """The output and the gradients of inputs and parameters; None: without a checkpoint."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     new.zero_grad()
     out = new(*leaves) if reentrant is None else checkpoint(new, *leaves, use_reentrant=reentrant)
-    loss_of(out).backward()
+    out.backward(weights_of_the_sum(out))
     return [out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))]
 
 
@@ -114,7 +115,7 @@ def test_activation_checkpointing(case, reentrant, device):
     fast path alone: on the plain path it is one kernel after ATen's product, where with gradients ATen does all."""
     _, new, inputs = build(case, device)
     results = [output_and_gradients(new, inputs, way) for way in (None, reentrant)]
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 class Softplus(nn.Module):
@@ -127,9 +128,6 @@ class Softplus(nn.Module):
     def forward(self, value):
         self.looks += 1
         return nn.functional.softplus(value)
-
-    def right_inverse(self, value):
-        return value.abs().expm1().clamp_min(1e-3).log()
 
 
 def on_the_layer(apply):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from judge import bench, check
-from judge.source import DTYPES, Problem
+from judge.source import Problem
 from judge.worker import Worker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,10 +22,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Contest:
     """The Model and files with a ModelNew, at one shape."""
 
-    def __init__(self, problem: Problem, batch: int | None, dtype: str = "float32", direction: str = "forward"):
+    def __init__(self, problem: Problem, batch: int | None, direction: str = "forward"):
         self.direction = direction
-        self.case = check.Case(problem, DEVICE, DTYPES[dtype], "highest", batch, 0, {})
-        self.case.model = problem.model(0).to(DEVICE, DTYPES[dtype])
+        self.case = check.Case(problem, DEVICE, torch.float32, "highest", batch, 0, {})
+        self.case.model = problem.model(0).to(DEVICE)
 
     @contextlib.contextmanager
     def contenders(self, files: dict[str, Path | None]) -> Iterator[None]:

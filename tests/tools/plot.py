@@ -1,12 +1,8 @@
-"""The charts of results/, from its records alone: python tests/tools/plot.py [--folder results] [--png]
+"""The charts of results/, from its records alone: python tests/tools/plot.py
 
 A figure a direction, with a panel a pair on a scale of its own: milliseconds of the pair's files, torch.compile and
-eager, and the floor as a line. Each as SVG for a light and for a dark page; --png writes images to look at instead.
-Needs matplotlib.
+eager, and the floor as a line. Each as SVG for a light and for a dark page. Needs matplotlib.
 """
-
-import argparse
-from pathlib import Path
 
 import matplotlib
 import summary
@@ -63,20 +59,14 @@ def draw(direction: str, colours: dict):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=summary.ROOT / "results", help="where the figures go")
-    parser.add_argument("--png", action="store_true", help="PNG on a page of the right colour instead of SVG")
-    options = parser.parse_args()
     # The same records give the same file.
     settings = {"svg.hashsalt": "results", "font.family": "DejaVu Sans", "axes.facecolor": "none"}
     with matplotlib.rc_context(settings):
         for ending, colours in COLOURS.items():
-            page = {"": "#ffffff", "_dark": "#0d1117"}[ending] if options.png else "none"
-            metadata = {} if options.png else {"metadata": {"Date": None}}
             for direction in summary.DIRECTIONS:
                 figure = draw(direction, colours)
-                path = options.folder / f"{direction}{ending}.{'png' if options.png else 'svg'}"
-                figure.savefig(path, facecolor=page, dpi=110, **metadata)
+                path = summary.ROOT / "results" / f"{direction}{ending}.svg"
+                figure.savefig(path, facecolor="none", metadata={"Date": None})
                 pyplot.close(figure)
 
 

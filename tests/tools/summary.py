@@ -1,12 +1,11 @@
-"""The tables of the three READMEs, from the records in results/ alone: python tests/tools/summary.py [--write]
+"""The tables of the three READMEs, from the records in results/ alone: python tests/tools/summary.py
 
 README.md gets a row a kernel file, in float32 with TF32 off, and a sample of what is printed; kernels/README.md a table
-a pair, of eager, torch.compile and the pair's files; results/README.md every row that was measured. --write puts the
-tables between their marks; without it README.md's is printed. A file's record is results/MACHINE/NAME.json, NAME being
-the harness's: `instance_norm`, or `hopper/linear_swish_group_norm`.
+a pair, of eager, torch.compile and the pair's files; results/README.md every row that was measured. They are put
+between their marks. A file's record is results/MACHINE/NAME.json, NAME being the harness's: `instance_norm`, or
+`hopper/linear_swish_group_norm`.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -176,15 +175,6 @@ def filled(name: str) -> str:
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the three files")
-    if parser.parse_args().write:
-        for name in tables():
-            (ROOT / name).write_text(filled(name))
-    else:
-        print(front_table())
-
-
 if __name__ == "__main__":
-    main()
+    for name in tables():
+        (ROOT / name).write_text(filled(name))

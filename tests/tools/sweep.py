@@ -1,6 +1,6 @@
 """Times kernel files beside eager and, if wanted, torch.compile over the shapes of the Model file's list `sweep`.
 
-    python tests/tools/sweep.py [--dtype float32,bfloat16] [--precision high] [--compile] [--json FILE] NAME ...
+    python tests/tools/sweep.py [--dtype float32,bfloat16] [--compile] [--json FILE] NAME ...
 
 Forward without gradients, and forward with backward, x's gradient included. All contenders are in one process and take
 turns. On a GPU a call is timed by events, behind a flush of the L2 cache, while the GPU is busy for some 0.5 ms. What
@@ -84,11 +84,10 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=pairs, metavar="NAME")
     parser.add_argument("--dtype", default="float32,bfloat16")
-    parser.add_argument("--precision", choices=("highest", "high"), default="highest")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    set_precision(options.precision)
+    set_precision("highest")
     flush, rows = torch.empty(2**27 if DEVICE == "cuda" else 2**25, dtype=torch.uint8, device=DEVICE), []
     for name in options.names:
         for dtype in options.dtype.split(","):
