@@ -112,7 +112,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
 //           copy its x to shared memory (one stage ahead, if kConvertsX)                   (copy_x)
-//           load its weights to shared memory, unless those of all stages stay there       (load_weights)
+//           load its weights to shared memory (if they stay there: for the first tile)     (load_weights)
 //           wait for x and, if kConvertsX, convert it                                      (convert_x)
 //           values += the stage's products, in registers                                   (convolve_stage)
 //       with tensor cores, or for dx: convolve again what is not finite or accurate        (recompute_in_float)
@@ -121,12 +121,13 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //       publish these sums: write them to global memory                                    (publish)
 //       start to copy the next tile's x                                                    (copy_x)
 //       wait until all tiles of the sample are published                                   (await_sample)
-//       add up all sums of the sample's groups                                             (make_epilogues)
+//       add up all published sums of the tile's groups                                     (make_epilogues)
 //       compute the output from the values in registers, and write it                      (write_output, write_dh)
 //
 // The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h (in the
-// forward v) stays in registers. A block writes each tile's output once. In each launch it reads the tile's x once for
-// the tile's channels, with the border that the convolution needs; recompute_in_float reads x again.
+// forward v) stays in registers. In each launch a block reads each tile's x once, with the border that the convolution
+// needs (recompute_in_float reads it again), and writes the tile's output once. Tiles of other output channels read the
+// same x.
 //
 //                forward                                        backward                                  gradient of x
 //   registers    h = conv(x) + both biases, v = activation(z)   h = conv(x) + both biases                 dx = conv(dh)
@@ -144,16 +145,16 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
 // by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. If blocks hang, let s be
-// the lowest sample that one waits for. Before its tile of s, a block has only tiles of lower samples, and no block
-// hangs at those. So it does not hang before; by (1) it runs, and publishes its tile of s. If the grid has fewer
-// blocks, or the cooperative launch is refused, there are two launches: the first only publishes, the second repeats
-// the convolution and makes the output.
+// the lowest sample that any of them waits for. Before a tile of s, its block has only tiles of lower samples, at which
+// no block hangs. So by (1) it comes to that tile and publishes it. Then all of s is published, and no block hangs at
+// s. If the grid has fewer blocks, or the cooperative launch is refused, there are two launches: the first only
+// publishes, the second repeats the convolution and makes the output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In three cases there is only one,
 // which is slower, but correct: (1) the gradient of x without tensor cores, which keeps two sets of sums in registers,
 // see `convolve_stage`; (2) float32 on 8.0 or 8.7, 3x3 to at most 16 channels, such as the benchmark's dx: a block
 // takes 86 of 164 KiB of shared memory; (3) float32, 3x3 or at most 16 channels, on 8.6, 8.9 or 12.x, if compiled for
-// 8.0: a block takes 55 of 100 KiB or more.
+// 8.0: a block takes 55 KiB or more, of 100.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -305,7 +306,7 @@ struct ThreadOrigin {
     int channel, row, column;
     __device__ __forceinline__ explicit ThreadOrigin(const Arguments& p) {
         const int warp = read_thread() / 32, lane = read_thread() % 32;
-        const int warps_log2 = row_warps_log2(p), row_warp = warp & ((1 << warps_log2) - 1);  // which of them
+        const int warps_log2 = row_warps_log2(p), row_warp = warp & ((1 << warps_log2) - 1);  // which of these warps
         const int lanes = kTileColumns / 2 / kPairs;  // lanes side by side in a row
         channel = (warp >> warps_log2) * kWarpChannels + (kTensorCores ? lane / kChannelLanes : 0);
         row = row_warp * kWarpRows + (kTensorCores ? 0 : lane / lanes * kThreadRows);
@@ -395,9 +396,9 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 // x's pieces hi and lo, and hi' and lo' the weight w's, x w is about hi hi' + hi lo' + lo hi': three products.
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
-// tile by a power of two, so that the largest |x| is at least 2^13 (from 2^-113 on) and less than 2^14. load_weights
-// does the same with each stage's weights. Each returns the inverse of its power, `unscale`. What convolve_stage is
-// given as `unscale` is the product of both: x w = `unscale` (scaled x) (scaled w).
+// tile by the power of two that brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
+// the same with each stage's weights. Each returns the inverse of its power, `unscale`. What convolve_stage is given as
+// `unscale` is the product of both: x w = `unscale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
@@ -705,7 +706,7 @@ __device__ __forceinline__ void convolve_mma(
     x += lane % 8 * 16 + lane / 16 * (kSplit ? p.lines * kPitch * 16 : 128);
     tap_offsets += lane / 8 % 2;
     // A fragment is eight pixels, mma's n; the warp has 16. It takes kFragmentsAtOnce of them through all k-steps, then
-    // the next. With two pieces these are four: with 16 nvcc makes each mma wait for the one before it.
+    // the next. With two pieces it takes only four at once: with 16, nvcc makes each mma wait for the one before it.
     constexpr int kFragmentsAtOnce = kSplit ? 4 : 16;
 #pragma unroll
     for (int first = 0; first < kThreadPixels / 2; first += kFragmentsAtOnce) {
@@ -815,9 +816,8 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
     const Shared& shared, int first_in, float unscale, ThreadTile& conv) {
     const ThreadOrigin origin(p);
     if constexpr (kTensorCores) {
-        const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, uint4s_per_warp = k_steps * kPieces<T> * 32;
-        const auto* const warp_weights =
-            reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_warp;
+        const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, uint4s_per_set = k_steps * kPieces<T> * 32;
+        const auto* const warp_weights = reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_set;
         const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(stage_x)) + origin.row * kPitch * 16;
         convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, unscale, conv);
     } else {
@@ -995,7 +995,7 @@ __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& t
             statistics.mean = float(mean_of_first);
             statistics.mean_lo = float(mean_of_first - statistics.mean);
             statistics.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
-            // Its other channel tiles write the same values.
+            // The group's other channel tiles write the same values.
             if (lane == 0 && tile.pixel_tile == 0) stored = statistics;
         }
         for (int out_channel = max(first_channel, tile.first_channel) + lane; out_channel <= min(last_channel, end - 1);
@@ -1269,9 +1269,9 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
     __syncthreads();
     copy_x<T>(p, shared.tiles[0], 0, copied_x);
     // Two blocks of a multiprocessor that begin together also wait and store together. So the grid's second half, whose
-    // blocks mostly share multiprocessors with those of the first, begins later, by half of a tile's time on an H200:
-    // the kernel takes 0.98 times as long, in 16 bits 1.00. It would take longer if a block had few tiles. In the
-    // backward this gains nothing.
+    // blocks mostly share multiprocessors with those of the first, begins later, by half of a tile's time on an H200.
+    // Without this delay the kernel takes 1.02 times as long, in 16 bits 1.00. Where a block has few tiles, the delay
+    // costs more than it saves. In the backward it saves nothing.
     if (DIRECTION == kForward && p.all_tiles / kMinTilesToStagger >= gridDim.x && blockIdx.x >= gridDim.x / 2)
         __nanosleep(9000);
 #pragma unroll 1

@@ -23,9 +23,9 @@ InstanceNorm.apply or, without gradients, the operator `forward`. On a GPU that 
 "Sums" and "Slices in registers", then "Small slices" or "Larger slices".
 
 At the benchmark shape, x of (112, 64, 512, 512), `norm_in_many_blocks` runs. In float32 its forward cuts each slice of
-1 MiB into 19 tiles of up to 54 KiB, so 132 blocks hold about 7 slices at a time. It moves 15.03 GB, as fast as a
-copy of x does; the backward alone moves 22.5 GB. On an H200 `python harness.py instance_norm --backward --dtype
-float32,bfloat16` found ("2.31x eager" is 2.31 times as fast as eager; the last line is with
+1 MiB into 19 tiles of up to 54 KiB, so 132 blocks, of 4 tiles each, hold 27 slices at a time. It moves 15.03 GB, as
+fast as a copy of x does; the backward alone moves 22.5 GB. On an H200 `python harness.py instance_norm --backward
+--dtype float32,bfloat16` found ("2.31x eager" is 2.31 times as fast as eager; the last line is with
 TORCH_CUDA_ARCH_LIST=8.0+PTX, so the driver compiles the PTX):
 
     float32                     forward 3.508 ms: 2.31x eager, 1.57x compile    with backward 9.025 ms: 2.04x, 1.60x
@@ -243,6 +243,7 @@ template <int INPUTS> struct Normalizer {
             offset = residual[0] * slope - residual[1];
         }
     }
+    // Here d and e are around the means, not the shifts.
     template <typename T, int V> __device__ Pack<T, V> operator()(const InputPacks<T, V, INPUTS>& inputs) const {
         Pack<T, V> out;
 #pragma unroll
@@ -269,12 +270,12 @@ template <int INPUTS> struct Normalizer {
 // 16 bits the sample is the first pack of each thread. This is enough: if k of n values are in it, the shift differs
 // from the mean by at most sqrt(v / k), where v is the sum of (x - mean)^2 over the slice. So the sum of d * d is at
 // most (1 + n / k) * v. A thread has at most 8 packs, one of them in the sample, so n / k is at most 8 and the factor
-// at most 9. In RAGGED spans the sample's d of up to 7 neighbours' values in pack 0 counts as that of the slice's first
-// value, 0. There k is at least 128, as these slices have more than 1023 bytes; the factor is then at most 1 + 8 * (1 +
-// 7 * 8 / 128) = 12.5. So subtracting mean(d)^2 loses less than 4 of a float's 24 bits. If all of x is equal, the shift
-// is exact, and y is 0.
+// at most 9. In RAGGED spans up to 7 of the k values, in pack 0, are neighbours'. For each of them the slice's first
+// value counts instead, whose d is 0. There k is at least 128, as these slices have more than 1023 bytes; the factor is
+// then at most 1 + 8 * (1 + 7 * 8 / 128) = 12.5. So subtracting mean(d)^2 loses less than 4 of a float's 24 bits. If
+// all of x is equal, the shift is exact, and y is 0.
 
-// The threads of a block of norm_in_registers, unless a group has more, and the most of norm_small_slices.
+// Threads of a block: of norm_in_registers, unless a group has more; of norm_small_slices at most so many.
 constexpr int kBlockThreads = 128;
 constexpr int kMaxGroupThreads = 512;
 constexpr int kHeldBytes = 128;  // the most bytes that a thread holds; in the backward half are g's
@@ -329,7 +330,7 @@ __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>
 #pragma unroll
     for (int k = 1; k < 2 * INPUTS; k += 2) sum[k] *= inverse_n;  // d * d and d * e: their totals could overflow
     // The sums of d and e are divided later, in Normalizer. Their totals cannot overflow, because the shifts are near
-    // the means now. Here the smallest of a thread's sums would underflow to 0.
+    // the means now. If divided here, the smallest of a thread's sums would underflow to 0.
     add_over_slice(sum);
     Normalizer<INPUTS> normalizer;
     normalizer.set(sum, shift, inverse_n, params.eps);
@@ -337,8 +338,8 @@ __device__ __forceinline__ Normalizer<INPUTS> compute_normalizer(const Params<T>
 }
 
 // The asm statement has no instructions, but tells the compiler that it changes the packs. Otherwise the compiler would
-// convert x to float, which the sums and the output share, once, and keep it in registers until the output. With at
-// most 16 values a thread that is good. With more it has too few registers, and would spill them.
+// convert the values to float only once, for the sums and the output, and keep the floats in registers in between. With
+// at most 16 values a thread that is good. With more there are too few registers, and it would spill them.
 template <typename T, int V, int INPUTS, int PACKS> __device__ __forceinline__ void make_opaque(
     InputPacks<T, V, INPUTS> (&held)[PACKS]) {
     if constexpr (PACKS * INPUTS * V > 16) {
@@ -398,11 +399,11 @@ __global__ void __launch_bounds__(kMaxGroupThreads, 1024 / kMaxGroupThreads)
 //      slices (n = 5)              0 (#)               1 (.)               2 (#)               3 (.)
 //
 // A slice's words are cut into 1 to 8 parts, one for each of its threads, all but the last of the same number of words.
-// Neighbouring threads have the same part of neighbouring slices. The number is odd, so that the parts of a warp that
-// has two or more begin in different banks: at most 2 of its threads share a bank, in 16 bits 4. A thread holds no
-// values, but reads them three times: for the sample, the sums and the output. In float32 the sample is the whole
-// slice, in 16 bits the first 4 words of each part and the single value. A slice has less than 32 words for each of its
-// parts, so n / k is less than 8.
+// Neighbouring threads have the same part of neighbouring slices. A part's number of words is odd, so that a warp's
+// parts, if it has several, begin in different banks: at most 2 of its threads share a bank, in 16 bits 4. A thread
+// holds no values, but reads them three times: for the sample, the sums and the output. In float32 the sample is the
+// whole slice, in 16 bits the first 4 words of each part and the single value. A slice has less than 32 words for each
+// of its parts, so n / k is less than 8.
 
 constexpr int kMaxSmallBytes = 1023, kMaxPartWords = 33;  // 255 words in 8 parts: 32, and odd
 
@@ -481,12 +482,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1024 / kBlockThreads)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Larger slices are cut into tiles. A block copies a tile to its shared memory, and keeps it there until it has written
-// the tile's output. The tiles of all slices are numbered, slice after slice. In each round a block begins a tile:
+// the tile's output. The tiles of all slices are numbered, slice after slice:
 //
 //      tile    0   1   2   3   4   5   6   7   8  ...      tile = 3 * slice + index; here a slice has 3 tiles
 //      slice   0   0   0   1   1   1   2   2   2
 //
-// Block b takes tiles b, b + gridDim.x, b + 2 * gridDim.x and so on:
+// In each round a block begins a tile. Block b takes tiles b, b + gridDim.x, b + 2 * gridDim.x and so on:
 //
 //      3 stages       round 0     1         2         3         4         5
 //      1st tile       arrives   summed     waits    written
@@ -680,7 +681,7 @@ __global__ void __launch_bounds__(kMaxTileThreads, 1)
         for (int k = STAGES; k > 0; --k) tiles[k] = tiles[k - 1];
         tiles[0] = Tile<T, INPUTS, RAGGED, PACKS>(params, tiling, int(blockIdx.x) + round * int(gridDim.x));
         if (warp < worker_warps) {
-            const Normalizer<INPUTS> normalizer = normalizers[(round + 1) % 2];
+            const Normalizer<INPUTS> normalizer = normalizers[(round + 1) % 2];  // stored in the last round
             // summed_stage holds the tile that arrived last round. In written_stage the arriving tile replaces the
             // written tile, pack by pack.
             const Pack<T, V>* const summed_stage = stage_of(round + STAGES - 1);

@@ -12,7 +12,7 @@ transforms. Everything else, and whatever needs gradients on a CPU, takes the pl
 
 On a GPU a large float32 product (`_is_large`) runs on tensor cores, where that is faster than cuBLAS's float32 product
 (`_SPLIT_GPUS`) and TF32 is not allowed: each number is split into two fp16 numbers, and three fp16 products take the
-place of the float32 one, with less error (of gradients, too, unless features or rows differ by more than 2^19).
+place of the float32 one, with less error (of gradients, too, unless features or rows differ by factors above 2^19).
 nn.Linear (cuBLAS) does all other products, and is launched before Python checks whether the rest fits, so that the GPU
 starts early. Some small 16-bit layers are computed in float32 (`_in_float32`). `finish_rows` then reads h and y, each
 value once if F <= 8192, and writes the output.
@@ -307,7 +307,7 @@ template <bool MN_MAJOR> struct StageCopies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
-            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
+            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: which of four lines, of which of 32 rows
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
@@ -319,8 +319,8 @@ template <bool MN_MAJOR> struct StageCopies {
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
-// Loads a quarter from a stage, as operands of mma. to[i] gets rows 16 i to 16 i + 15 of the warp's rows of A or, of B,
-// as many of the warp's columns of C. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
+// Loads a quarter from a stage, as operands of mma. to[i] gets 16 of the warp's rows of A or, from B, 16 of its columns
+// of C, from number 16 i on. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -352,9 +352,9 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 __device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
 __device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines,
-// the first being `line`, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's
-// row] and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by
-// the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
+// from `line` on, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row] and
+// added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the
+// inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
 // epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be outside C. Four
 // neighbouring lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
@@ -548,10 +548,10 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
 // most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The thresholds of
-// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled, which is
-// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the inverse_scale of 128
-// neighbouring rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones
-// are less accurate than SGEMM's.
+// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled. That is
+// 2^-39 of the largest value that shares its scale, and 2^-20 of a value that is 2^19 times smaller. So where values of
+// a row of B, or the inverse_scale of 128 neighbouring rows, differ by factors above 2^19, as with a feature in seconds
+// since 1970, the gradients of the small ones are less accurate than SGEMM's.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
@@ -641,7 +641,7 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 //
 // A row's group is the smallest of 8, 16, ..., 256 threads that holds it, or else 256.
 constexpr int kBlockThreads = 256;
-// Values of each tensor that a thread keeps in registers. (With none kept, it takes 1.005 to 1.19 times as long, H200.)
+// Values of each tensor that a thread keeps in registers. (With 0 the rows take 1.005 to 1.19 times as long, H200.)
 constexpr int kThreadValues = 32;
 
 // Adds up each of COUNT values over the threads of a group, and gives each thread the COUNT totals. All threads of the
@@ -742,10 +742,10 @@ struct RowStatistics {
 // The statistics of the first tensor's row. Deviations and their squares are summed within a pack first, then added to
 // the thread's sums: so a sum is rounded fewer times.
 template <class Row> __device__ __forceinline__ RowStatistics row_statistics(const Row& row, float eps) {
-    const float share = 1.0f / row.n;  // multiplies each term of the mean: the plain sum could overflow
+    const float inverse_n = 1.0f / row.n;  // multiplies each term of the mean: the plain sum could overflow
     float mean[1] = {};
     row.for_each_pack([&](const auto& pack, int) {
-        for (const auto v : pack[0].value) mean[0] = fmaf(float(v), share, mean[0]);
+        for (const auto v : pack[0].value) mean[0] = fmaf(float(v), inverse_n, mean[0]);
     });
     sum_group(mean, row.group_threads);
     float sums[2] = {};  // of deviations, of their squares
@@ -760,9 +760,9 @@ template <class Row> __device__ __forceinline__ RowStatistics row_statistics(con
         sums[1] += squares;
     });
     sum_group(sums, row.group_threads);
-    const float mean_square = sums[1] * share;
+    const float mean_square = sums[1] * inverse_n;
     // If mean_square is infinite, rstd is to be 0. An infinite mean_lo would make a NaN of the difference, inf - inf.
-    const float mean_lo = isinf(mean_square) ? 0 : sums[0] * share;
+    const float mean_lo = isinf(mean_square) ? 0 : sums[0] * inverse_n;
     // fmaxf turns a NaN into 0. But then mean_lo is NaN, too, and so is the whole row of the output.
     const float variance = fmaxf(mean_square - mean_lo * mean_lo, 0);
     return {mean[0], mean_lo, 1 / sqrtf(variance + eps)};

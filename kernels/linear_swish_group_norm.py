@@ -18,7 +18,7 @@ On a GPU the product x W^T is done in one of three ways:
     mode off Python launches it before it checks the rest, so that the GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
     products in place of the float32 one. The result is at least as accurate as cuBLAS's. (Gradients are, too, unless
-    features or rows differ in size by more than 2^19: see "The gradients dX = G W".)
+    features or rows differ by factors above 2^19: see "The gradients dX = G W".)
   - Where TF32 is allowed, other float32 products with groups of 64 features are done in fp16, if that saves time and no
     program is exported (`_split_pays`): each number is rounded to fp16, which has TF32's 11 bits, and cuBLAS multiplies
     these, at twice the rate of TF32.
@@ -316,7 +316,7 @@ template <bool MN_MAJOR> struct StageCopies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
-            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of the tile's four lines, of B's 32 rows
+            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: which of four lines, of which of 32 rows
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
@@ -328,8 +328,8 @@ template <bool MN_MAJOR> struct StageCopies {
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
-// Loads a quarter from a stage, as operands of mma. to[i] gets rows 16 i to 16 i + 15 of the warp's rows of A or, of B,
-// as many of the warp's columns of C. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
+// Loads a quarter from a stage, as operands of mma. to[i] gets 16 of the warp's rows of A or, from B, 16 of its columns
+// of C, from number 16 i on. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -361,9 +361,9 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 __device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
 __device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
 // C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines,
-// the first being `line`, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's
-// row] and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by
-// the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
+// from `line` on, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row] and
+// added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the
+// inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
 // epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be outside C. Four
 // neighbouring lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
@@ -557,10 +557,10 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
 // most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The thresholds of
-// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled, which is
-// 2^-39 of the largest value that shares its scale. So where values of a row of B, or the inverse_scale of 128
-// neighbouring rows, differ by more than 2^19, as with a feature in seconds since 1970, the gradients of the small ones
-// are less accurate than SGEMM's.
+// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled. That is
+// 2^-39 of the largest value that shares its scale, and 2^-20 of a value that is 2^19 times smaller. So where values of
+// a row of B, or the inverse_scale of 128 neighbouring rows, differ by factors above 2^19, as with a feature in seconds
+// since 1970, the gradients of the small ones are less accurate than SGEMM's.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A convolution, a bias, a scale, a sigmoid and group normalisation: a drop-in for the Model of the same name.
 
-    h = conv2d(x, W) + b;    v = sigmoid((h + bias) * scale);    out = (v - mean) * rstd * gamma + beta
+    h = conv2d(x, W) + b + bias;    v = sigmoid(h * scale);    out = (v - mean) * rstd * gamma + beta
 
 `mean` and `rstd` are over a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
@@ -98,10 +98,10 @@ template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale. To use another, change this part, `plain` and the `#include` of its
-// operator in C++, and `_activate` in Python; then look at registers and spills (ConvConfig). There are two formulas.
-// The forward computes u (ForwardActivation), from which v follows. The backward gets v and dv/dz from
-// `activation_and_slope`. Both take t = kTPerZ * z, in a float32 and a 16-bit form. (u may be v.) The kernels rely on:
+// The activation v of z = h * scale. To use another, change this part, `plain` and the `#include` of its operator in
+// C++, and `_activate` in Python; then look at registers and spills (ConvConfig). There are two formulas. The forward
+// computes u (ForwardActivation), from which v follows. The backward gets v and dv/dz from `activation_and_slope`. Both
+// take t = kTPerZ * z, in a float32 and a 16-bit form. (u may be v.) The kernels rely on:
 //   - In the forward u is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
 //     u, and computes the values again. If u lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
 //     and __saturatef drop a NaN, so the forward's formula may not use them. Clamp a hard sigmoid or ReLU6 by
@@ -170,18 +170,17 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // value - hi, rounded to fp16 too. The residual is value - (hi + lo). A block's warps have these roles. Names that end
 // in _empty or _full are mbarriers; "its turn" is a warpgroup's turn to issue wgmma.
 //
-//   who, and what it does                                     waits for                       signals
-//   produce_x:      x -> shared memory, float32 as hi and lo  x_empty                         x_full
-//   convolve:       wgmma, activation -> u, sums of channels  x_full, its turn, held_empty    x_empty, held_full
-//   publish_sums:   sums -> the sample's totals in L2         held_full                       norm_full
-//   compute_norms:  totals -> mean, rstd -> norm of channels  totals of all bands             norm_full
-//   write:          u -> output                               norm_full                       held_empty
+//   who (warps), and what it does                                  waits for                     signals
+//   produce_x (8):      x -> shared memory, float32 as hi and lo   x_empty                       x_full
+//   convolve (16):      wgmma, activation -> u, sums of channels   x_full, its turn, held_empty  x_empty, held_full
+//   publish_sums (1):   sums -> the sample's totals in L2          held_full                     norm_full
+//   compute_norms (1):  totals -> mean, rstd -> norm of channels   totals of all bands           norm_full
+//   write (6):          u -> output                                norm_full                     held_empty
 //
 //   global x --produce_x--> x --convolve--> u (2 or 3 stages) -------------------------------------write--> output
-//               8 warps         16 warps    `-> sums -publish_sums-> totals -compute_norms-> norm -^ 6 warps
-//                                                        1 warp      in L2      1 warp
+//                                           `-> sums -publish_sums-> totals -compute_norms-> norm -^
 //
-// The backward launches the same kernel with FORWARD false. Then the held values are h + bias, not u. One role,
+// The backward launches the same kernel with FORWARD false. Then the held values are h, not u. One role,
 // write_and_reduce, replaces the last three. It writes the held values rounded to x's type, as eager's are.
 //
 // `convolve` uses wgmma m64n64k16: A has 64 rows, B 64 columns (one pixel each), and K = 16 is two taps of 8 input
@@ -242,13 +241,14 @@ template <typename T, bool FORWARD> struct ConvConfig {
     // wgmmas of a task, of two taps each. 16-bit types: 4 x 3 = 12 taps. Float32: 9 taps with x's hi and 9 with its lo.
     static constexpr int kWgmmas = kIs16Bit<T> ? 6 : 9;
     static constexpr int kConsumers = FORWARD ? 4 : 2;  // warpgroups; 3 in the forward took 1.006 of the time
-    static constexpr int kWriterWarps = FORWARD ? 6 : 16;  // the forward has two more, see its table
+    static constexpr int kWriterWarps = FORWARD ? 6 : 16;  // of kOtherWarpgroups; in the forward two have other roles
     static constexpr int kConsumerRegisters = kIs16Bit<T> ? 88 : 80;  // of a thread, as the next two; no spills
     static constexpr int kProducerRegisters = kIs16Bit<T> ? 40 : 56;
-    static constexpr int kWriterRegisters = FORWARD ? 40 : kIs16Bit<T> ? 64 : 56;
-    static constexpr int kWriters = kThreads / 128 - kConsumers - kProducers;  // warpgroups, of all other roles
+    static constexpr int kOtherRegisters = FORWARD ? 40 : kIs16Bit<T> ? 64 : 56;
+    static constexpr int kOtherWarpgroups = kThreads / 128 - kConsumers - kProducers;  // warpgroups, of all other roles
     static_assert(
-        kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + kWriters * kWriterRegisters <= 65536 / 128,
+        kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + kOtherWarpgroups * kOtherRegisters <=
+            65536 / 128,
         "the consumers take the registers that the others give");
 };
 
@@ -273,7 +273,7 @@ __host__ __device__ constexpr Plan benchmark_plan() {
 struct ConvArguments : Plan {
     int samples;
     const void* x;  // of T
-    void* out;  // of T: the output or, when the backward launches, h + bias
+    void* out;  // of T: the output or, when the backward launches, h
     const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     unsigned long long* totals;  // (samples, groups, kTotalsStride); 0 and 1 are used: see publish_sums
     Statistics* statistics;  // (samples, groups), behind the totals
@@ -472,14 +472,14 @@ template <typename T> __device__ __forceinline__ float bias_at(const ConvArgumen
 constexpr int kMaxScaleExponent = 126;  // of any scale
 constexpr int kMaxXExponent = 14;  // of scales.x; the least is -14. With 2^14, |x| from 4 on overflows fp16
 constexpr int kMaxWeightExponent = 110;  // of scales.weight: times scales.x it is at most 2^124
-constexpr int kFp16MaxExponent = 15;  // of what is scaled: it stays below 2^15, where fp16 ends at 65504
+constexpr int kScaledExponent = 15;  // scaled values stay below 2^15; fp16's largest is 65504
 
 // The largest power of two, up to 2^max_exponent, whose product with `largest` is below 2^15. Infinity and NaN count as
 // 2^127, and 0 as 1/2.
 __device__ __forceinline__ float scale_below_overflow(float largest, int max_exponent = kMaxScaleExponent) {
     int exponent = 0;
     frexpf(fminf(largest, 0x1p127f), &exponent);  // of infinity frexpf gives no exponent
-    return ldexpf(1.0f, min(max_exponent, kFp16MaxExponent - exponent));
+    return ldexpf(1.0f, min(max_exponent, kScaledExponent - exponent));
 }
 
 // Sets the scales: scales.weight[c] brings the finite weights of output channel c below 2^15, and scales.x is x's
@@ -656,13 +656,13 @@ __device__ __forceinline__ void convolve_again(const ConvArguments& p, const Ban
             const int offset = i % (kTaskColumns / 4) / 2 * 8 + i % 2;
             const int x_column = column + threadIdx.x % 4 * 2 + offset;
             const bool valid = c < p.out_channels && x_column < p.columns && row < band.rows;
-            float h = 0;
+            float sum = 0;
 #pragma unroll 1
             for (int k = 0; k < p.in_channels * kTaps && valid; ++k) {
                 const T* const x = x_sample + (k / kTaps * p.height + band.first_row + row) * p.width + x_column;
-                h = fmaf(float(x[k % kTaps / 3 * p.width + k % 3]), weight_at<T>(p, c, k / kTaps, k % kTaps), h);
+                sum = fmaf(float(x[k % kTaps / 3 * p.width + k % 3]), weight_at<T>(p, c, k / kTaps, k % kTaps), sum);
             }
-            float value = valid ? h + bias_at<T>(p, c) : 0.0f;
+            float value = valid ? sum + bias_at<T>(p, c) : 0.0f;
             if (FORWARD) value = U::u(value * value_of<T>(p.scale, valid ? c : 0) * U::kTPerZ);
             if (task == first_task && i == 0) {  // the four lanes of a channel take the mean of their first values
                 const float first = __shfl_sync(~0u, value, threadIdx.x & 28);
@@ -730,7 +730,7 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
     }
     wgmma_commit();
     barrier_arrive(next_turn, 256);
-    wgmma_wait<0>();  // .aligned: by all threads of the warpgroup together. `convolve` branches only later
+    wgmma_wait<0>();  // .aligned: the warpgroup's threads must not diverge; `convolve` branches only later
 #pragma unroll
     for (int i = 0; i < kDRegisters; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
@@ -854,7 +854,7 @@ __device__ __forceinline__ void convolve(const ConvArguments& p, ConvShared& sha
             quad_count += min(kTaskColumns, p.columns - column) * rows;
             lane_count += 2 * max(0, min(kTaskColumns / 8, (lane_columns - column + 7) / 8)) * rows;
         }
-        if (task == first_task) {  // this warpgroup had no task, but the others count on its waits and signals
+        if (task == first_task) {  // no task: produce_x still needs its signal, and store_moments the stage
             mbarrier_arrive(&shared.x_empty[cursor.x_stage]);
             mbarrier_wait(&shared.held_empty[cursor.held_stage], cursor.held_parity ^ 1);
         }
@@ -934,8 +934,8 @@ template <typename T> __device__ __forceinline__ void compute_norms(const ConvAr
 }
 
 constexpr int kBatch = 4;  // packs that a writer's lane loads, then stores; with one the kernel was 10% slower
-// Six warps write the output. They take the channels round-robin, across all samples, so that each has as many. A lane
-// stores a pack of four neighbouring values at once; beyond the band's end it stores the last pack once more.
+// Six warps write the output. They take the channels round-robin, across all samples, so that their shares are equal. A
+// lane stores a pack of four neighbouring values at once; beyond the band's end it stores the last pack once more.
 template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
@@ -974,9 +974,9 @@ __device__ __forceinline__ void write(
 }
 
 // The backward's launch has 16 warps in place of `write`, `publish_sums` and `compute_norms`, as two consumer
-// warpgroups are enough there. They write h + bias, called h from here on, read the output's gradient, and store the
-// BandReductions of each band of a channel. A separate kernel would have to read h and grad once more (bfloat16, H200:
-// 0.76 ms in two kernels, 0.44 in one).
+// warpgroups are enough there. They write h, read the output's gradient, and store the BandReductions of each band of a
+// channel. A separate kernel would have to read h and grad once more (bfloat16, H200: 0.76 ms in two kernels, 0.44 in
+// one).
 template <typename T>
 __device__ __forceinline__ void write_and_reduce(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
@@ -1109,7 +1109,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     } else if (other_warp < 0) {
         produce_x<T, FORWARD>(p, shared, band, dynamic_shared);
     } else {
-        fewer_registers<Config::kWriterRegisters>();
+        fewer_registers<Config::kOtherRegisters>();
         if constexpr (!FORWARD) write_and_reduce<T>(p, shared, band, held, other_warp);
         else if (other_warp < Config::kWriterWarps) write<T>(p, shared, band, held, other_warp);
         else if (other_warp == Config::kWriterWarps) publish_sums<T>(p, shared);
@@ -1218,7 +1218,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward, for images of up to 256 columns. From here on h includes `bias`. Its kernels, in order:
+// The backward, for images of up to 256 columns. Its kernels, in order:
 //   1. convolve_and_normalize, with FORWARD false, computes h again and writes it to the workspace. It also finds the
 //      largest |x| of each sample, and sums and maxima over h and grad of each band (write_and_reduce).
 //   2. prepare_channels adds up the bands. For each group it computes the means in the norm's gradient, and for each

@@ -105,7 +105,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // the tensor cores compute the first three. The sum is then multiplied by the inverse scales of both rows. The last
 // term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each. Together the error of one product v
 // v' is at most 2^-21 of it; for random values its root mean square is 2^-23.7. The signs are random, so in a sum of K
-// products the errors partly cancel. A float32 product may lose more: up to 2^-24 of the sum so far at each addition.
+// products the errors partly cancel. Summing in float32 may lose more: up to 2^-24 of the sum so far at each addition.
 //
 // The tensor cores do not round their sums, they truncate them, and what an addition loses grows with the accumulator.
 // So for each 64 of K a consumer starts its accumulators at zero, adds hi lo' and lo hi' first, while the accumulators
@@ -127,7 +127,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     warpgroup   role        waits for       does                                                      signals
 //     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
-//     0 and 1     consumers   stage_full[s]   each multiplies slices of its half of x's rows by W's     stage_empty[s]
+//     0 and 1     consumers   stage_full[s]   each multiplies its half of x's rows by all of W's        stage_empty[s]
 //                             slot_empty[t]   each stores its sums, 64 x 64 at a time, to slot t        slot_full[t]
 //     2           finisher    slot_full[t]    loads the sums of slot t to registers                     slot_empty[t]
 //                                             multiplies them by the inverse scales, stores the epilogue's output
@@ -151,8 +151,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     is more than that. Such values, not 0 but below 2^-2 (hi alone: 2^-14) once scaled, are called coarse.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does (with hi alone by 2^-11, as TF32 does). If |sum| is c * 2^14 or
-//     more (with hi alone c * 2), this error is c * 2^-10 or more: the coarse values do no harm.
+//   - A sum is allowed an error of 2^-24 of itself, as in float32 (with hi alone 2^-11, as in TF32). If |sum| is c *
+//     2^14 or more (with hi alone c * 2), that is c * 2^-10 or more: the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores 2^14 (or 2) times that number as the row's threshold. If
 //     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. That happens
 //     to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
@@ -266,8 +266,8 @@ struct RowScale {
     // The exponent of the scale: inverse_scale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(inverse_scale) >> 23); }
 };
-// In the backward the exponent of a scale is a sum or a difference of other exponents. It is kept from -252 to 252 =
-// 126 + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
+// In the backward the exponent of a scale is a sum or a difference of other exponents. It stays from -252 to 252 = 126
+// + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
 // exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
 // What split_rows reads and writes.
@@ -396,10 +396,10 @@ template <class Scheme> struct MultiplyShared {
     uint64_t stage_full[Scheme::kStages], stage_empty[Scheme::kStages];
     uint64_t slot_full[Scheme::kSlots], slot_empty[Scheme::kSlots];
 };
-// An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In a round each mbarrier
-// of an index completes one phase. mbarrier_wait(bar, p) returns once the last completed phase has parity p; a new
-// mbarrier has parity 1. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity ^ 1: in the
-// first round that returns at once.
+// An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In each round the
+// mbarriers of an index complete one phase. mbarrier_wait(bar, p) returns unless the phase of bar that now runs has
+// parity p; a new mbarrier runs phase 0. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity
+// ^ 1: in the first round that returns at once.
 template <int COUNT> struct Ring {
     int index = 0, parity = 0;
     __device__ __forceinline__ void advance(int by = 1) {
@@ -459,9 +459,9 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //     ...
 //
 // MN-major: the values of one k, for all rows, are neighbours in device memory. In dX = G W, for example, the sum goes
-// over W's rows: a k is a row of W, and a "row" is a column of W. A strip is hi or lo of 32 neighbouring columns of
-// that matrix, at every k: 64 bytes a k. TMA writes strip after strip to the stage, with the 64-byte swizzle. (With the
-// 128-byte swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
+// over W's rows: a k is a row of W, and a "row" is a column of W. A strip is hi or lo of 32 neighbouring "rows", at
+// every k: 64 bytes a k. TMA writes strip after strip to the stage, with the 64-byte swizzle. (With the 128-byte
+// swizzle, hi and lo of a k would share an atom, and no descriptor could name one of them alone.)
 //
 //     in device memory, for each k:    | hi of rows 0-31 | lo of rows 0-31 | hi of rows 32-63 | lo of rows 32-63 | ...
 //     in a stage:   byte     0    hi of rows 0-31     k 0 | k 1 | ... | k 31      64 bytes each; 16 of K: 1024 bytes
@@ -473,7 +473,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
 //
 // wgmma's descriptor (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout") counts in units of 16 bytes:
 //     bits 0-13: the address    16-29: the leading byte offset    32-45: the stride byte offset    62-63: the swizzle
-// K-major: the stride offset is the distance from an atom to the next, of eight rows. The leading offset is ignored; 1.
+// K-major: the stride offset leads from an atom (eight rows) to the next. The leading offset is ignored, and set to 1.
 // As the swizzle XORs bits 4-6 of an address with its bits 7-9, a descriptor may begin 32, 64 or 96 bytes inside an
 // atom. MN-major: the stride offset leads from one atom (eight k) to the next in the same strip. The leading offset
 // leads from one strip (32 rows) to the next strip of the same piece. (Bits 49-51 are 0, as all atoms begin at
@@ -656,7 +656,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
 // Sets a thread's sums of 64 rows to the bias of a tile's 128 columns. `column` is the first of these. n is even.
 template <typename T> __device__ __forceinline__ void load_bias(const T* bias, int column, int n, float (&sums)[64]) {
 #pragma unroll
-    for (int octet = 0; octet < 16; ++octet) {  // of columns: see store_sums
+    for (int octet = 0; octet < 16; ++octet) {  // of columns: see slot_swizzle
         const int own_column = min(column + 8 * octet + int(threadIdx.x) % 4 * 2, n - 2);
         const auto two = *reinterpret_cast<const Pack<T, 2>*>(bias + own_column);
         for (int i = 0; i < 4; ++i) sums[4 * octet + i] = to_float(two.value[i % 2]);
@@ -686,8 +686,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
         }
     }
 }
-// An Epilogue has the output's m and n. load(lane_start) loads what a lane needs before it waits for its sums.
-// finish(sums, lane_start, loaded) makes outputs of its 4 x 8 sums and stores them. lane_start is the first's position.
+// An Epilogue has m, n and, for 16-bit sums, linear_bias. Before a lane waits for its sums, load(lane_start) loads what
+// else it needs. finish(sums, lane_start, loaded) stores the outputs. lane_start is the position of sums[0][0].
 template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
     constexpr int kLaneColumns = kValuesPer16Bytes<typename Scheme::SlotValue>;  // side by side
@@ -815,8 +815,8 @@ template <typename T> struct LinearEpilogue {
         }
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            const float scaled = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
-            v[i / 8][i % 8] = fmaf(scaled, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
+            const float column_scaled = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
+            v[i / 8][i % 8] = fmaf(column_scaled, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
         }
         // The warp recomputes these sums of its lanes, one at a time: all 32 lanes compute one, its owner keeps it.
         while (const unsigned owners = __ballot_sync(~0u, to_recompute != 0)) {
@@ -847,7 +847,7 @@ template <typename T> struct LinearEpilogue {
         return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
     }
 };
-// ---- Launching the product. What launches kernels returns a cudaError_t; what the C++ calls returns it as int. ----
+// ---- Launching the product. Functions that launch kernels return a cudaError_t; those for the C++ return an int. ----
 static int sm_count() {
     int device = 0, count = 0;
     cudaGetDevice(&device);
