@@ -145,8 +145,13 @@ def state_by_name(module: torch.nn.Module, own: Own = None) -> dict[str, torch.T
 
 
 def parameters_by_name(module: torch.nn.Module, own: Own) -> dict[str, torch.nn.Parameter]:
-    found = dict(module.named_parameters())
-    return found if own is None else {theirs: found[mine] for theirs, mine in own.items() if mine in found}
+    if own is None:
+        return dict(module.named_parameters())
+    found = dict(module.named_parameters(remove_duplicate=False))
+    found = {theirs: found[mine] for theirs, mine in own.items() if mine in found}
+    # A tied parameter has the first of the Model's names, whichever the candidate gives it first.
+    first = {id(p): name for name, p in reversed(found.items())}
+    return {name: p for name, p in found.items() if first[id(p)] == name}
 
 
 def answers_of(module, sets: list[list], request: Request, own: Own = None, call=None) -> list[Answer]:
