@@ -673,8 +673,6 @@ def other_values(answer: Answer, forms: list, names: list[str]) -> list[str]:
     if missing:
         outputs = [recorded for name, (_, _, recorded) in zip(names, forms) if name.startswith("output")]
         why = "no such parameter of ModelNew requires a gradient"
-        if missing[0].startswith("gradient of all gradients"):
-            why = "its backward cannot be differentiated"
         if not any(recorded.startswith("True") for recorded in outputs):
             why = f"its output{'s' * (len(outputs) > 1)} require{'s' * (len(outputs) == 1)} no gradient"
         said.append(f"gives no {some(missing)}, the Model does: {why}")
