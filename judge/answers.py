@@ -145,8 +145,13 @@ def state_by_name(module: torch.nn.Module, own: Own = None) -> dict[str, torch.T
 
 
 def parameters_by_name(module: torch.nn.Module, own: Own) -> dict[str, torch.nn.Parameter]:
-    found = dict(module.named_parameters())
-    return found if own is None else {theirs: found[mine] for theirs, mine in own.items() if mine in found}
+    if own is None:
+        return dict(module.named_parameters())
+    found = dict(module.named_parameters(remove_duplicate=False))
+    found = {theirs: found[mine] for theirs, mine in own.items() if mine in found}
+    # A tied parameter has the first of the Model's names, whichever the candidate gives it first.
+    first = {id(p): name for name, p in reversed(found.items())}
+    return {name: p for name, p in found.items() if first[id(p)] == name}
 
 
 def answers_of(module, sets: list[list], request: Request, own: Own = None, call=None) -> list[Answer]:
@@ -252,13 +257,11 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
         if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
-        if How.TWICE in request.how and (recorded := roots_of(gradients)):
-            seconds = torch.autograd.grad(
-                recorded,
-                of,
-                [normal_like(x, replace(request, seed=request.seed + 1)) for x in recorded],
-                **ask,
-            )
+        if How.TWICE in request.how:
+            seconds = [torch.zeros_like(x) for x in of]  # a gradient without a graph, as where() has it, is constant
+            if recorded := roots_of(gradients):
+                incoming = [normal_like(x, replace(request, seed=request.seed + 1)) for x in recorded]
+                seconds = torch.autograd.grad(recorded, of, incoming, **ask)
             found |= {f"gradient of all gradients by {name}": second for name, second in zip(wanted, seconds)}
             gradients = (*gradients, *seconds)
         forms = forms + [form_of(gradient) for gradient in gradients]

@@ -367,7 +367,7 @@ class Contender:
             before_assigned = {name: (p, p.data) for name, p in module.named_parameters(remove_duplicate=False)}
             module.load_state_dict(tree_map_only(torch.Tensor, torch.clone, dict(module.state_dict())), assign=True)
             for p, _ in before_assigned.values():
-                p.data = torch.full_like(p, float("nan"))
+                p.data = torch.full_like(p, float("nan") if p.is_floating_point() or p.is_complex() else 0)
         if request.how & (How.TWIN | How.MOVED):
             for instance in others if How.TWIN in request.how else [module]:
                 call_once(instance)
