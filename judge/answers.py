@@ -24,6 +24,7 @@ OF_A_LEAF = " of a leaf"
 AFTERWARDS = " afterwards"  # of a tensor of the module's state
 GRAD_MODE = "leaves it switched whether gradients are recorded"
 OWN_MODE = "leaves itself in another mode than it was called in"
+GRAPH_KEPT = "leaves a buffer that keeps the graph of its call"
 REUSED = "gives the memory of an earlier answer again"
 SHARED = "gives outputs that share memory"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
@@ -41,6 +42,8 @@ LAYOUTS = {
     "expanded": lambda x: x[:1].expand_as(x),  # with other values: asked of gradients alone
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
+    # Each sample dense, with a gap behind it: what chunk() gives, and the backward pass of a torch.cat.
+    "some of the channels": lambda x: torch.cat([x, x[:, :1]], 1)[:, : x.shape[1]] if x.dim() > 2 else x,
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
     "split into heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() > 3 else x,
     "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
@@ -53,6 +56,7 @@ class How(Flag):
     PLAINLY = 0
     TRAIN = auto()  # in training mode
     THEN_EVAL = auto()  # but for the last call
+    FROZEN_NORMS = auto()  # but for its batch norms, as who fine-tunes a network leaves them
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
     RESTORED = auto()  # the Model writes its buffers: each timed call begins with those that were given
@@ -69,7 +73,9 @@ class How(Flag):
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     ASSIGNED = auto()  # the weights are other parameters, as load_state_dict(..., assign=True) makes them
     EXCHANGED = auto()  # the weights come by p.data = ..., as averaged ones do: neither p nor its version changes
+    UNSEEN = auto()  # the weights come by p.data.copy_(...), which not even p's place in memory tells
     CHANNELS_LAST = auto()  # weights of four dimensions lie in channels-last layout
+    ROWS_APART = auto()  # weights of two dimensions are slices of larger ones
     IGNORED = auto()  # module.train() was called, and the answer is to be that of eval()
     CLONED = auto()  # each output is copied before the next call
     THREADS = auto()  # as REPEATED, each set of inputs in a thread of its own
@@ -96,6 +102,7 @@ class Request:
     alike: bool = False  # all sets of inputs are the first, which alone is not changed
     batch: int | None = None
     layout: str = "dense"  # in which of LAYOUTS the inputs lie
+    laid: int | None = None  # of the inputs every second, from this one on; None: all
     # The judge reads what the answer has to be.
     both_gates: bool = False  # the Model must have an answer; an error against float64 counts
     finite: bool = False  # not asked where the Model's answer is not finite
@@ -136,6 +143,19 @@ class Answer(NamedTuple):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+def batch_norms_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    of = torch.nn.modules.batchnorm._BatchNorm
+    return [each for each in module.modules() if isinstance(each, of) and each is not module]
+
+
+def set_mode(module: torch.nn.Module, how: How) -> torch.nn.Module:
+    """Training mode or eval mode."""
+    module.train(bool(how & (How.TRAIN | How.IGNORED)))
+    for each in batch_norms_of(module) if How.FROZEN_NORMS in how else ():
+        each.eval()
+    return module
 
 
 def state_by_name(module: torch.nn.Module, own: Own = None) -> dict[str, torch.Tensor]:
@@ -193,6 +213,8 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
         did.append(RANDOM)
     if switches:
         did.append(GRAD_MODE)
+    if any(x.grad_fn is not None for x in module.buffers()):
+        did.append(GRAPH_KEPT)
     if module.training != trains and How.THEN_EVAL not in request.how:
         did.append(OWN_MODE)
     if any(given & memory_of(result) for _, result, *_ in calls):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map, tree_map_only
 from judge import gates, switches
 from judge.answers import (
     GRAD_MODE,
+    GRAPH_KEPT,
     OF_A_LEAF,
     OWN_MODE,
     RANDOM,
@@ -33,12 +34,14 @@ from judge.answers import (
     Own,
     Request,
     answers_of,
+    batch_norms_of,
     bytes_of,
     same_bits,
+    set_mode,
     tensors_of,
     wrong_slopes,
 )
-from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, half, perturb, requests_after
+from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, half, other_truth, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of, takes_of
 
@@ -183,7 +186,7 @@ class Case:
     def plain(self, model: torch.nn.Module, inputs: list, request: Request, dtype: torch.dtype | None = None) -> dict:
         """What a copy of the Model, in this dtype, answers to a single call, by name."""
         with switches.kept(self.precision):
-            model = cast(copy.deepcopy(model), dtype or self.dtype).train(How.TRAIN in request.how)
+            model = set_mode(cast(copy.deepcopy(model), dtype or self.dtype), request.how & ~How.IGNORED)
             request = replace(request, order=(0,), how=request.how & ~How.POISONED)
             call = partial(gates.in_float64, model) if dtype == torch.float64 else None
             return self.answers(model, [inputs], request, call)[0].leaves
@@ -427,6 +430,9 @@ def seeds(case: Case, direction: str) -> None:
 
 def both_gates(case: Case, direction: str) -> None:
     """SEEDS seeds, each with new weights and inputs; others if gate 2 is not met."""
+    if not case.unmatched:  # what is zero at first may be so no more
+        case.model.load_state_dict(case.initial)
+        ask(case, Request("the weights it is made with", direction))
     for draw in range(DRAWS):
         case.errors = {}
         for seed in range(draw * SEEDS, (draw + 1) * SEEDS):
@@ -469,7 +475,8 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         or (training and request.batch != case.small_batch and "refuses batch" in known)
     ):
         return
-    if case.graphs and request.how & (How.MOVED | How.EXCHANGED | How.ASSIGNED | How.THREADS | How.CHANNELS_LAST):
+    elsewhere = How.MOVED | How.EXCHANGED | How.ASSIGNED | How.CHANNELS_LAST | How.ROWS_APART
+    if case.graphs and request.how & (elsewhere | How.THREADS):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     errors = dict(case.errors)
@@ -555,7 +562,12 @@ def put(case: Case, request: Request, must: bool) -> None:
             if request.change is Inputs.other_integers:
                 changed.append(tree_any(lambda x: half(x) is not x, drawn))
                 drawn = tree_map(half, drawn)
-        laid = tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
+            elif request.change is other_truth:
+                changed.append(tree_any(lambda x: other_truth(x) is not x, drawn))
+                drawn = tree_map(other_truth, drawn)
+        every = tensors_of(drawn) if request.laid is None else tensors_of(drawn)[request.laid :: 2]
+        chosen = {id(x) for x in every if x.dim()}
+        laid = tree_map_only(torch.Tensor, lambda x: layout(x) if id(x) in chosen else x, drawn)
         laid_anew.extend(mine is not old for mine, old in zip(tensors_of(laid), tensors_of(drawn)))
         return laid
 
@@ -563,6 +575,8 @@ def put(case: Case, request: Request, must: bool) -> None:
     if request.change and not any(changed) and model is case.model:
         return
     if request.layout != "dense" and not any(laid_anew):  # as channels last, of rows
+        return
+    if request.laid is not None and all(laid_anew):  # a single input
         return
     if request.whose == "the last input's" and sum(x.is_floating_point() for x in tensors_of(sets[0])) < 2:
         return
@@ -573,7 +587,10 @@ def put(case: Case, request: Request, must: bool) -> None:
         except (Rejected, KeyError):  # with --profile there is no eager
             return
     training = How.TRAIN in request.how
-    called = copy.deepcopy(model).train(training)  # a call may change what the module holds, as running means
+    if How.FROZEN_NORMS in request.how and not batch_norms_of(model):
+        return
+    called = copy.deepcopy(model)  # a call may change what the module holds, as running means
+    set_mode(called, request.how & ~How.IGNORED)
     kept = kept_by(called)
     try:
         with request.memory(case.device), of_the_model(case.precision):
@@ -606,7 +623,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     if not len(reply["forms"]) == len(reply["names"]) == len(places):
         reject(request, [GARBLED])
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
-    lacks = (REUSED, SHARED, GRAD_MODE, OWN_MODE)
+    lacks = (REUSED, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
     if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
         lacks += (RANDOM,)
     known = [what for what in wrong if what.startswith(lacks)]

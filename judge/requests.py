@@ -21,6 +21,7 @@ secret = random.SystemRandom()  # numbers that no candidate foresees
 LOOKED_AT = 1 << 22  # elements of an input, to see what it is
 FEW = 8  # values: of more a request makes others
 MANY = 16  # times as large a batch, where that is small all the same
+SWAPS = 64  # at most, of two numbers
 MANY_DRAWS = 64  # answers of a Model that draws random numbers
 
 
@@ -182,6 +183,11 @@ def half(x):
     return x // 2 or x if is_one else x
 
 
+def other_truth(x):
+    """Of True False, and of a number that is 0 1, and the other way round; tensors stay."""
+    return type(x)(not x) if type(x) in (bool, int, float) and x in (0, 1) else x
+
+
 def part(x: torch.Tensor) -> torch.Tensor:
     """Of a large tensor the first rows."""
     return x[: max(1, LOOKED_AT * len(x) // x.numel())] if x.dim() and x.numel() > LOOKED_AT else x
@@ -225,6 +231,14 @@ def signs(model: torch.nn.Module) -> None:
             parameter.data.mul_(torch.randint_like(parameter, 2) * 2 - 1)
 
 
+def larger_norms(model: torch.nn.Module) -> None:
+    """Normalised values go beyond bounds, a clamp's say, that they never reach with the first weights."""
+    for module in model.modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.is_floating_point() and "Norm" in type(module).__name__:
+            weight.data.mul_(8.0)
+
+
 def shift_biases(model: torch.nn.Module) -> None:
     for module in model.modules():
         bias = dict(module.named_parameters(recurse=False)).get("bias")
@@ -249,6 +263,20 @@ def reverse_middle(x: torch.Tensor) -> None:
     middle[places] = middle[places].flip(0)
 
 
+def swap_two(x: torch.Tensor) -> None:
+    """Numbers in the middle change places, two at a time, until the sum is what it was to the last bit, which may be a
+    cache's key: that of `reverse_middle` is rounded otherwise. Zeros stay."""
+    flat, total, quarter = x.reshape(-1), x.sum(), x.numel() // 4
+    for _ in range(SWAPS if quarter else 0):
+        i, j = torch.randint(quarter, x.numel() - quarter, (2,)).tolist()
+        if flat[i] == flat[j] or not flat[i] or not flat[j]:
+            continue
+        flat[[i, j]] = flat[[j, i]]
+        if flat.view_as(x).sum() == total:
+            break
+    x.copy_(flat.view_as(x))
+
+
 LENIENT = {"may_differ": True, "may_refuse": True}
 MAY_REFUSE = {"may_refuse": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
@@ -265,6 +293,7 @@ REQUESTS = {
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
         FINITE("a number of each weight changed since the last call", how=How.SPARING, weights=middle_of_each),
         Request("inputs that differ from the last ones in the middle", order=(0, 1), change=reverse_middle, alike=True),
+        Request("inputs whose sum is that of the last ones", order=(0, 1), change=swap_two, alike=True),
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
@@ -278,11 +307,13 @@ REQUESTS = {
             order=(1, 1, 0),
             **MAY_REFUSE,
         ),
+        Request("in training mode, its batch norms in eval mode", how=How.TRAIN | How.FROZEN_NORMS, **LENIENT),
         Request("called again with the same inputs", order=(0,) * 5, random=True),
         Request("called again with the same inputs in training mode", how=How.TRAIN, order=(0,) * 5, random=True),
         *[Request("in training mode, where it draws", how=How.TRAIN, random=True)] * MANY_DRAWS,
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
+        FINITE("weights of norms 8 times as large", weights=larger_norms),
         # exp(-112) is 0 in float32, exp(112) infinite.
         FINITE("inputs raised by 112", change=lambda x: x.add_(shiftable(x), alpha=112.0)),
         FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0)),
@@ -291,6 +322,7 @@ REQUESTS = {
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         FINITE("inputs that are all zero", change=lambda x: x.zero_()),
         FINITE("other integers and masks, half of each number", change=Inputs.other_integers),
+        FINITE("True for False, 1 for 0 and the other way round", change=other_truth, **LENIENT),
         Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
         Request(
             "infinities of both signs in each input", change=partial(fill_two, value=inf), any_infinite=True, **LENIENT
@@ -320,6 +352,7 @@ REQUESTS = {
         BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
         BOTH("an incoming gradient that is a slice", incoming="a slice", **MAY_REFUSE),
         BOTH("an incoming gradient that is transposed", incoming="transposed", **MAY_REFUSE),
+        BOTH("an incoming gradient for some of the channels", incoming="some of the channels", **MAY_REFUSE),
     ],
 }
 
@@ -337,10 +370,14 @@ def requests_after(
     if direction == "forward":
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
         yield of("other weights, by p.data = ...", how=How.EXCHANGED, weights=all_of_them, **LENIENT)
+        yield of("other weights, by p.data.copy_(...)", how=How.UNSEEN, weights=every_second, **LENIENT)
+        yield of("weights that are slices", how=How.ROWS_APART, **LENIENT)
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
     for layout in [*LAYOUTS][2:]:
         yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
+    for laid, which in enumerate(("first", "second")):
+        yield of(f"only the {which} of two inputs transposed", layout="transposed", laid=laid, **MAY_REFUSE)
     said = "inputs and weights that are channels last"
     yield of(said, how=How.CHANNELS_LAST, layout="channels last", **MAY_REFUSE)
     if batch:

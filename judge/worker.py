@@ -52,6 +52,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.answers import (
     APART,
+    LAYOUTS,
     REPEAT_SECONDS,
     How,
     Own,
@@ -67,6 +68,7 @@ from judge.answers import (
     restore,
     roots_of,
     same_bits,
+    set_mode,
     standing,
     state_by_name,
     tensors_of,
@@ -337,6 +339,8 @@ class Contender:
                 for name, x in state_by_name(module, own).items():
                     if How.EXCHANGED in how and isinstance(x, torch.nn.Parameter):
                         x.data = torch.empty_like(x.data).copy_(state[name])  # in x's strides
+                    elif How.UNSEEN in how:
+                        x.data.copy_(state[name])
                     elif How.SPARING not in how or not same_bits(x, state[name].to(x.device)):
                         x.copy_(state[name])
 
@@ -347,7 +351,7 @@ class Contender:
         module, *others = self.modules[::-1] if How.SECOND in request.how else self.modules
         training = bool(request.how & (How.TRAIN | How.IGNORED))
         if module.training != training:  # else not: what is made from weights at each eval() would never grow old
-            module.train(training)
+            set_mode(module, request.how)
 
         def call_once(instance: torch.nn.Module) -> None:
             """What is kept of this call must not serve the one that counts."""
@@ -356,7 +360,7 @@ class Contender:
             restore(before)
             self.put_back()
 
-        if How.EXCHANGED in request.how:
+        if request.how & (How.EXCHANGED | How.UNSEEN):
             call_once(module)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
@@ -377,14 +381,19 @@ class Contender:
             module._apply(partial(alike, behind=behind))
             for memory in old:
                 memory.fill_(float("nan"))
-        laid = [(x, x.data) for x in (*module.parameters(), *module.buffers()) if x.dim() == 4]
+        dims = 2 if How.ROWS_APART in request.how else 4
+        tensors = [x for x in (*module.parameters(), *module.buffers()) if x.layout == torch.strided]
+        laid = [(x, x.data) for x in tensors if x.dim() == dims and not x.is_quantized]
         if How.CHANNELS_LAST in request.how:
             for x, data in laid:
-                x.data = data.contiguous(memory_format=torch.channels_last)
+                x.data = LAYOUTS["channels last"](data)
+        if How.ROWS_APART in request.how:
+            for x, data in laid:
+                x.data = LAYOUTS["a slice"](data)
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
-        stand = standing(module) if How.TRAIN in request.how else []
+        stand = standing(module) if training else []
         inputs = self._own(sets)
         late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
@@ -405,7 +414,7 @@ class Contender:
             p.data = data
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, p)
-        if How.CHANNELS_LAST in request.how:
+        if request.how & (How.CHANNELS_LAST | How.ROWS_APART):
             for x, data in laid:
                 x.data = data
         forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
