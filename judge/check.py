@@ -430,9 +430,9 @@ def seeds(case: Case, direction: str) -> None:
 
 def both_gates(case: Case, direction: str) -> None:
     """SEEDS seeds, each with new weights and inputs; others if gate 2 is not met."""
-    if not case.unmatched:  # what is zero at first may be so no more
+    if case.initial and not case.unmatched:  # a parameter that is zero now will not be so later
         case.model.load_state_dict(case.initial)
-        ask(case, Request("the weights it is made with", direction))
+        ask(case, Request(f"seed {case.seed} of inputs, the weights it is made with", direction))
     for draw in range(DRAWS):
         case.errors = {}
         for seed in range(draw * SEEDS, (draw + 1) * SEEDS):
