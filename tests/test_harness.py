@@ -491,7 +491,7 @@ def test_what_is_found_is_timed_again_in_new_processes(last, judge, monkeypatch,
     """Twice, in more rounds each time."""
     says = iter(["a clock", "a clock", last])
     if last:
-        answers = iter([*[[]] * 4, *[["an error"]] * 3])  # of the seeds, the training mode (thrice), of three timings
+        answers = iter([*[[]] * 5, *[["an error"]] * 3])  # of the seeds, training mode (four times), three timings
         monkeypatch.setattr(harness.check, "over_limit", lambda case: next(answers))
     monkeypatch.setattr(bench, "hidden_time", lambda samples, device: next(says))
     monkeypatch.setattr(bench, "MIN_ROUNDS", 3)
