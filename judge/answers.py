@@ -150,9 +150,9 @@ def batch_norms_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [each for each in module.modules() if isinstance(each, of) and each is not module]
 
 
-def set_mode(module: torch.nn.Module, how: How) -> torch.nn.Module:
-    """Training mode or eval mode."""
-    module.train(bool(how & (How.TRAIN | How.IGNORED)))
+def set_mode(module: torch.nn.Module, training: bool, how: How) -> torch.nn.Module:
+    """Training mode or eval mode; batch norms stay in eval mode if `how` says so."""
+    module.train(training)
     for each in batch_norms_of(module) if How.FROZEN_NORMS in how else ():
         each.eval()
     return module

@@ -186,7 +186,7 @@ class Case:
     def plain(self, model: torch.nn.Module, inputs: list, request: Request, dtype: torch.dtype | None = None) -> dict:
         """What a copy of the Model, in this dtype, answers to a single call, by name."""
         with switches.kept(self.precision):
-            model = set_mode(cast(copy.deepcopy(model), dtype or self.dtype), request.how & ~How.IGNORED)
+            model = set_mode(cast(copy.deepcopy(model), dtype or self.dtype), How.TRAIN in request.how, request.how)
             request = replace(request, order=(0,), how=request.how & ~How.POISONED)
             call = partial(gates.in_float64, model) if dtype == torch.float64 else None
             return self.answers(model, [inputs], request, call)[0].leaves
@@ -513,12 +513,13 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 def is_race(case: Case, request: Request) -> bool:
     """Whether an answer that was wrong in one of many calls is right when it is asked for once. If not, it is no race:
     a value before a ReLU may lie so near to 0 that its sign, and with it a gradient, is luck."""
+    if not request.how & RACES:
+        return False
     try:
-        if request.how & RACES:
-            put(case, replace(request, how=request.how & ~RACES), False)
+        put(case, replace(request, how=request.how & ~RACES), False)
     except Rejected:
         return False
-    return bool(request.how & RACES)
+    return True
 
 
 def as_in_eval(case: Case, request: Request) -> bool:
@@ -589,8 +590,8 @@ def put(case: Case, request: Request, must: bool) -> None:
     training = How.TRAIN in request.how
     if How.FROZEN_NORMS in request.how and not batch_norms_of(model):
         return
-    called = copy.deepcopy(model)  # a call may change what the module holds, as running means
-    set_mode(called, request.how & ~How.IGNORED)
+    # A copy: a call may change what the module holds, as running means.
+    called = set_mode(copy.deepcopy(model), training, request.how)
     kept = kept_by(called)
     try:
         with request.memory(case.device), of_the_model(case.precision):

@@ -351,7 +351,7 @@ class Contender:
         module, *others = self.modules[::-1] if How.SECOND in request.how else self.modules
         training = bool(request.how & (How.TRAIN | How.IGNORED))
         if module.training != training:  # else not: what is made from weights at each eval() would never grow old
-            set_mode(module, request.how)
+            set_mode(module, training, request.how)
 
         def call_once(instance: torch.nn.Module) -> None:
             """What is kept of this call must not serve the one that counts."""
@@ -381,15 +381,12 @@ class Contender:
             module._apply(partial(alike, behind=behind))
             for memory in old:
                 memory.fill_(float("nan"))
-        dims = 2 if How.ROWS_APART in request.how else 4
-        tensors = [x for x in (*module.parameters(), *module.buffers()) if x.layout == torch.strided]
-        laid = [(x, x.data) for x in tensors if x.dim() == dims and not x.is_quantized]
-        if How.CHANNELS_LAST in request.how:
-            for x, data in laid:
-                x.data = LAYOUTS["channels last"](data)
-        if How.ROWS_APART in request.how:
-            for x, data in laid:
-                x.data = LAYOUTS["a slice"](data)
+        laid = []  # weights that lie elsewhere in this request, and where they lay
+        for how, dims, layout in ((How.CHANNELS_LAST, 4, "channels last"), (How.ROWS_APART, 2, "a slice")):
+            for x in (*module.parameters(), *module.buffers()) if how in request.how else ():
+                if x.dim() == dims and x.layout == torch.strided and not x.is_quantized:
+                    laid.append((x, x.data))
+                    x.data = LAYOUTS[layout](x.data)
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
@@ -414,9 +411,8 @@ class Contender:
             p.data = data
             owner, _, last = name.rpartition(".")
             setattr(module.get_submodule(owner), last, p)
-        if request.how & (How.CHANNELS_LAST | How.ROWS_APART):
-            for x, data in laid:
-                x.data = data
+        for x, data in laid:
+            x.data = data
         forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
         told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
         return {"forms": forms, "names": names, "graphs": self.graphs, **told}
