@@ -25,6 +25,7 @@ AFTERWARDS = " afterwards"  # of a tensor of the module's state
 GRAD_MODE = "leaves it switched whether gradients are recorded"
 OWN_MODE = "leaves itself in another mode than it was called in"
 GRAPH_KEPT = "leaves a buffer that keeps the graph of its call"
+OF_AN_INPUT = "returns an input's own memory as an output"
 REUSED = "gives the memory of an earlier answer again"
 SHARED = "gives outputs that share memory"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
@@ -218,7 +219,7 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     if module.training != trains and How.THEN_EVAL not in request.how:
         did.append(OWN_MODE)
     if any(given & memory_of(result) for _, result, *_ in calls):
-        did.append("returns an input's own memory as an output")
+        did.append(OF_AN_INPUT)
     starts = [[x.data_ptr() for x in dense_of(result)] for _, result, *_ in calls]  # slices of one tensor have others
     if any(len({*each}) < len(each) for each in starts):
         did.append(SHARED)

@@ -2,9 +2,10 @@
 
 A turn is a call to warm up, on old inputs, and then a few calls, each a request of its own. The judge writes new
 inputs and incoming gradients and, on a CPU, flushes the cache while the contender is stopped; resumes it and starts its
-clock; the contender makes the call, behind a flush on a GPU, times it by its own clock (events on a GPU) and hands the
-answer over, whether or not it was drawn to be looked at. What a turn takes beyond the sum that the contender claims is
-the same for all, so a candidate that takes more than eager there claims too little, and is rejected.
+clock; the contender makes the call, behind a flush on a GPU, and times it by its own clock (events on a GPU). Then the
+judge spoils the inputs, so that an answer computed from now on is wrong, and the contender hands its answer over,
+whether or not it was drawn to be looked at. What a turn takes beyond the sum that the contender claims is the same for
+all, so a candidate that takes more than eager there claims too little, and is rejected.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from judge.answers import How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
+from judge.answers import OF_AN_INPUT, How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import Inputs, secret
 from judge.source import reseed
@@ -31,6 +32,7 @@ from judge.worker import FLUSH_BYTES, Rejected, settle
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_CALLS, CALLS_BYTES = 8, 1 << 30  # of a turn, and of their inputs, which are drawn before the round
 MOST_KEPT, KEPT_BYTES = 8, 2 << 30  # of the timed answers that are looked at, of the candidate's and of eager's each
+SPOILT, FACTOR = 1024, 512.0  # elements of an input that are overwritten after a call, floats by others so much larger
 SAMPLED, TRIED = 64, 3  # elements of an answer that are held against the last one's; other integers that are tried
 LONGEST_TURN_MS = 50.0
 CPU_FLUSHES, LONGEST_FLUSH_US = 1, 4000.0  # before each timed call; on a GPU as many as outlast the call's launch
@@ -108,6 +110,8 @@ class Ring:
         chosen = [torch.tensor([secret.randrange(n) for _ in range(min(n, SAMPLED))]) for n in sizes]
         self.places = [places.long().to(x.device) for places, x in zip(chosen, self.answers)]
         self.last = []  # what the candidate's last answer had in these places
+        self.spoils = OF_AN_INPUT not in " ".join(expected.did + case.no_dropin)
+        self.spoilt = []  # see `draw_spoilt`
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
         del old, expected, outputs, roots  # gigabytes, which others need
@@ -115,7 +119,7 @@ class Ring:
 
     def release(self) -> None:
         """Its memory, when all is timed: kept answers hold it by their `draw`, and float64's answers need the room."""
-        del self.slot, self.incoming, self.answers, self.old, self.fresh
+        del self.slot, self.incoming, self.answers, self.old, self.fresh, self.spoilt
 
     def hand_out(self, name: str, seconds: float) -> dict:
         """Gives a contender what is timed, which may make it compile."""
@@ -169,11 +173,31 @@ class Ring:
                 x.untyped_storage().copy_(new.untyped_storage())
         for x in self.answers:
             blank(x)
+        self.spoilt = self.draw_spoilt()
         if self.case.device == "cuda":  # no `settle`: the driver clears memory that is given back, in the next turns
             torch.cuda.synchronize()
         else:
             for _ in range(CPU_FLUSHES):
                 self.buffer.zero_()
+
+    def draw_spoilt(self) -> list[tuple]:
+        """For each input its memory, the places in it that are spoilt after the call, and what is written there:
+        values of other places, which are as valid, floats many times as large."""
+        spoilt, generator = [], torch.Generator().manual_seed(secret.getrandbits(63))
+        for x in tensors_of(self.slot) if self.spoils else []:
+            bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # PyTorch 2.8 does not index float8
+            memory = torch.empty(0, dtype=bits, device=x.device).set_(x.untyped_storage())
+            if n := memory.numel():
+                places, others = torch.randint(n, (2, min(n, SPOILT)), generator=generator).to(x.device)
+                values = memory[others]
+                spoilt.append((memory, places, values * FACTOR if values.is_floating_point() else values))
+        return spoilt
+
+    def spoil(self) -> None:
+        for memory, places, values in self.spoilt:
+            memory[places] = values
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
 
     def warm_up(self, name: str) -> None:
         worker = self.case.workers[name]
@@ -193,7 +217,10 @@ class Ring:
         worker = self.case.workers[name]
         self.write(*self.given(i))
         reply = worker.ask("time", flushes=flushes, seed=self.seeds[i], waits=waits)
-        return reply, 1e3 * (worker.answered - worker.asked) - reply["ms"]
+        begin = worker.asked
+        self.spoil()
+        worker.ask("hand_over")
+        return reply, 1e3 * (worker.answered - begin) - reply["ms"]
 
     def take_turn(self, name: str, samples: Samples, flushes: int) -> list[float]:
         """A turn of one contender; the milliseconds that it claims for each call."""

@@ -7,12 +7,15 @@
       |<------- forms of the answers, what it did; the answers lie in memory that both have open; SIGSTOP
       |-- "ready", "warm_up": a call on old inputs ---->|
       |   writes new inputs and, on a CPU, flushes the cache, while the contender is stopped
-      |-- SIGCONT; the judge's clock starts; "time" --->|  its own clock; one call; hands the answer over
-      |<------------------------- milliseconds, forms --|  the judge's clock stops; SIGSTOP
+      |-- SIGCONT; the judge's clock starts; "time" --->|  its own clock; one call
+      |<------------------------- milliseconds, forms --|
+      |   spoils the inputs: who computes only now is wrong
+      |-- "hand_over" --------------------------------->|  copies the answer to memory that both have open
+      |<------------------------------------------------|  the judge's clock stops; SIGSTOP
 
-The contender is stopped (SIGSTOP) from each reply to the next request; it has nothing in flight then, since it
-synchronises before it replies. Requests are pickled, tensors as memory that both have open; replies are JSON, so that
-the judge runs nothing of a candidate's.
+The contender is stopped (SIGSTOP) from each reply but that to "time" to the next request; it has nothing in flight
+then, since it synchronises before it replies. Requests are pickled, tensors as memory that both have open; replies are
+JSON, so that the judge runs nothing of a candidate's.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ REPLIES = {
     "wrong_slopes": {"wrong_slopes": [""]},
     "profile": {"table": ""},
 }
-IN_A_TURN = ("warm_up", "time")  # behind these memory is kept for the next turn
+IN_A_TURN = ("warm_up", "time", "hand_over")  # behind these memory is kept for the next turn
 WHEN = {"load": "at import", "made": "when it was made from another seed", "profile": "while it was profiled"}
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Contenders are forked from a server that never initialises CUDA. It has loaded torch, NumPy's random numbers, and what
@@ -326,7 +329,7 @@ class Contender:
 
     def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
-        self.given, self.inputs, self.answers, self.incoming, self.wanted = None, None, [], [], []
+        self.given, self.inputs, self.answers, self.incoming, self.wanted, self.leaves = None, None, [], [], [], []
         self.buffer = None
 
     def take(self, module: torch.nn.Module, state: dict, own: Own, how: How = How.PLAINLY) -> None:
@@ -396,7 +399,7 @@ class Contender:
         with request.memory(self.device, answers[0]), late:
             found = answers_of(module, inputs, request, own, self._caller(module, inputs, request))
             for answer, places in zip(found, answers):
-                self._hand_over(answer.leaves.values(), places)
+                self._copy(answer.leaves.values(), places)
         if module.training:
             module.eval()
         restore(stand)
@@ -496,8 +499,15 @@ class Contender:
         ms, _, _, leaves = self._clocked(flushes, waits, seed)
         outputs = len(leaves) - len(self.wanted) * bool(self.incoming)
         forms = [form_of(leaf, self.request if i < outputs else None) for i, leaf in enumerate(leaves)]
-        self._hand_over(leaves, places_of(forms, self.answers))
+        self.leaves = [*map(compared, leaves)]  # a sparse gradient may have indices in the inputs' memory
+        self.places = places_of(forms, self.answers)
+        self.wait()
         return {"ms": ms, "forms": forms}
+
+    def hand_over(self) -> None:
+        """The answer of the call that was timed last."""
+        self._copy(self.leaves, self.places)
+        self.leaves = []
 
     def profile(self, path: str) -> dict:
         """What ten calls consist of, by torch.profiler, as a table. The trace goes to `path`."""
@@ -579,9 +589,9 @@ class Contender:
         own = partial(copied, new=partial(torch.UntypedStorage, device=self.device))
         return tree_map_only(torch.Tensor, own, given)
 
-    def _hand_over(self, leaves: Iterable, answers: list) -> None:
+    def _copy(self, leaves: Iterable, answers: list) -> None:
         """Copies tensors of the expected form to the judge's."""
-        tensors = [x for x in map(compared, leaves) if type(x) is torch.Tensor]
+        tensors = [x for x in leaves if type(x) is torch.Tensor]
         for leaf, answer in zip(tensors, answers):
             if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
                 answer.copy_(leaf)
@@ -698,7 +708,8 @@ class Worker:
         patience = min(self.timeout * (10 if command in ("load", "ready") else 1), 2e6)  # poll's limit
         request = arguments.get("request")
         when = request.when if request else WHEN.get(command, "while it was timed")
-        self._signal(signal.SIGCONT)
+        if command != "hand_over":  # it has not been stopped since "time"
+            self._signal(signal.SIGCONT)
         self.asked = perf_counter()  # not before SIGCONT: with many processes in its group that takes milliseconds
         try:
             self._pipe.send((command, arguments))
@@ -724,8 +735,9 @@ class Worker:
         except (OSError, ValueError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
             raise Rejected(f"{GARBLED} ({when})") from None
-        self._signal(signal.SIGSTOP)
-        if command in IN_A_TURN:  # the judge is about to write inputs
+        if command != "time" or failed:
+            self._signal(signal.SIGSTOP)
+        if command in ("warm_up", "hand_over"):  # the judge is about to write inputs
             self._wait_until_stopped()
         if failed:
             raise Rejected(*reply["wrong"], kind=reply["kind"])
