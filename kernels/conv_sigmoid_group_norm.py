@@ -9,14 +9,15 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 padding, dilation 1, groups 1, eps >= 1e-6), `_eager_is_faster` and `fits`. Our kernels take x and W that are
 contiguous, and bias and scale of shape (out_channels, 1, 1):
 
-    NVIDIA GPU      float32, float16, bfloat16, autocast; gradients or none; tested from compute capability 7.5 on
+    NVIDIA GPU      float32, float16, bfloat16, autocast; gradients or none; tested from compute capability 7.5 on.
+                    Not many small outputs, below about 12 x 12 pixels (under torch.compile: any)
     CPU, float32    without gradients; images of 128 pixels or more (under torch.compile: any)
     CPU, 16 bits    without gradients; types that the CPU has no instructions for: we compute in float32. Images of
                     128 pixels or more, or x.numel() * W.numel() >= 2^19 (under torch.compile: any)
     CPU, autocast   as 16 bits, of autocast's type; x in float32 or 16 bits, any images; bias, gamma, beta in float32
 
-PyTorch's operators do the rest, as fast as eager. For gradients on a CPU without instructions for the 16-bit type they
-compute in float32, unless converting costs more than it saves: x has fewer than 2048 values, or few and small images.
+Everything else runs PyTorch's operators. For 16-bit gradients on a CPU without instructions for the type they compute
+in float32, unless converting costs more than it saves: x has fewer than 2048 values, or few and small images.
 
 On a GPU `_convolves` decides who convolves. Our kernels do if W is 3x3 or 1x1 and has at most 32 input channels, or 16
 if x has a 16-bit type. Otherwise cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels read
@@ -144,17 +145,18 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
-// by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. If blocks hang, let s be
-// the lowest sample that any of them waits for. Before a tile of s, its block has only tiles of lower samples, at which
-// no block hangs. So by (1) it comes to that tile and publishes it. Then all of s is published, and no block hangs at
-// s. If the grid has fewer blocks, or the cooperative launch is refused, there are two launches: the first only
-// publishes, the second repeats the convolution and makes the output.
+// by (2) each is of a later sample. It publishes a tile, then waits for that tile's sample. Suppose that some blocks
+// wait forever, and let s be the lowest sample that any of them waits for. A block that has a tile of s has only tiles
+// of lower samples before it, at which no block waits forever. So by (1) it comes to that tile and publishes it. Then
+// all of s is published, and nobody waits for s: a contradiction. If the grid has fewer blocks, or the cooperative
+// launch is refused, there are two launches: the first only publishes, the second repeats the convolution and makes the
+// output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In three cases there is only one,
 // which is slower, but correct: (1) the gradient of x without tensor cores, which keeps two sets of sums in registers,
-// see `convolve_stage`; (2) float32 on 8.0 or 8.7, 3x3 to at most 16 channels, such as the benchmark's dx: a block
-// takes 86 of 164 KiB of shared memory; (3) float32, 3x3 or at most 16 channels, on 8.6, 8.9 or 12.x, if compiled for
-// 8.0: a block takes 55 KiB or more, of 100.
+// see `convolve_stage`; (2) float32 on 8.0 (or 8.7, if compiled for 8.0), 3x3 to at most 16 channels, such as the
+// benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3) float32, 3x3 or at most 16 channels, on 8.6, 8.9 or
+// 12.x, if compiled for 8.0: a block takes 55 KiB or more, of 100.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -214,7 +216,7 @@ using Chunk = float[kChunkPixels];  // pixels of one of its channels that a thre
 
 enum Direction { kForward, kBackward, kInputGradient };
 // A launch publishes sums and, once all are there, computes the output (kFused); or it does one of the two. In the
-// direction kInputGradient nothing is published: kOutputOnly.
+// direction kInputGradient it has no sums, and always computes the output.
 enum Mode { kFused, kSumsOnly, kOutputOnly };
 
 // Of a sample's group. mean + mean_lo has about 48 bits: with the float mean alone, all outputs of a group whose values
@@ -233,7 +235,8 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int samples, in_channels, height, width, out_channels, groups, group_channels;
     int out_height, out_width;  // of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16: T or, under autocast (T is float), the autocast type
-    int kernel_size, pad;  // rows (and columns) of the convolution's kernel; of zeros on each side of x
+    int kernel_size;  // rows and columns of W
+    int pad;  // rows and columns of zeros on each side of x
     // A tile has tile_channels output channels of tile_rows rows. A stage has at most stage_channels input channels. A
     // sample has pixel_tiles (column_tiles side by side) times channel_tiles tiles; the product is sample_tiles.
     int tile_channels, stage_channels, tile_rows, column_tiles, pixel_tiles, channel_tiles;
@@ -385,11 +388,11 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The convolution. copy_x copies all lines and columns of x that the tile's pixels depend on to shared memory, as
-// (channel, line, column); lines are kPitch apart. convolve_stage reads `stage_x`. In float32 without tensor cores
-// copy_x fills `stage_x` itself. In all other cases (kConvertsX) it fills `copied_x`, and convert_x converts that to
-// `stage_x`: to floats or, with tensor cores, to what `convolve_mma` reads. So copy_x can fill `copied_x` with the next
-// stage while the block convolves `stage_x`.
+// The convolution. copy_x copies one stage's channels of x, all lines and columns that the tile's pixels depend on, to
+// shared memory, as (channel, line, column); lines are kPitch apart. convolve_stage reads `stage_x`. In float32 without
+// tensor cores copy_x fills `stage_x` itself. In all other cases (kConvertsX) it fills `copied_x`, and convert_x
+// converts that to `stage_x`: to floats or, with tensor cores, to what `convolve_mma` reads. So copy_x can fill
+// `copied_x` with the next stage while the block convolves `stage_x`.
 //
 // Pieces. Tensor cores multiply a 16-bit number as it is. A float32 number has 24 significant bits, a float16 has 11.
 // So a float32 v is split into two float16 pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. With
@@ -397,8 +400,8 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
 // tile by the power of two that brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
-// the same with each stage's weights. Each returns the inverse of its power, `unscale`. What convolve_stage is given as
-// `unscale` is the product of both: x w = `unscale` (scaled x) (scaled w).
+// the same with each stage's weights. Each returns the inverse of its power as `unscale`. The kernel gives
+// convolve_stage the product of both: x w = `unscale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
@@ -468,8 +471,9 @@ template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
 // By a block, with tensor cores: returns the power of two that brings the largest of the threads' values into [2^13,
-// 2^14), see Pieces, but at most 2^126, so that its inverse, `unscale`, is a normal number; NaN if the largest is
-// infinite. `largest` must not be negative. Contains a __syncthreads, and needs one before a second call.
+// 2^14), see Pieces. It is at most 2^126, so that its inverse, which goes to `unscale`, is a normal number. Where the
+// largest value is infinite it is NaN. `largest` must not be negative. Contains a __syncthreads, and needs one before a
+// second call.
 __device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unscale) {
 #if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
     largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
@@ -542,7 +546,8 @@ __device__ __forceinline__ float convert_packs(
     }
     return unscale;
 }
-// copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as p.pad is 0 or 2.
+// copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as x is aligned to 16
+// bytes and p.pad is 0 or 2.
 template <typename T>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in, T* copied_x) {
     if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, copied_x);
@@ -584,8 +589,8 @@ __device__ __forceinline__ float load_weights(
     float unscale = 1;
     if constexpr (kTensorCores) {
         const int k_steps = (taps + 1) / 2, weight_pairs = p.tile_channels / 16 * k_steps * 128;
-        // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, k = 0, 1.
-        // i = ((set * k_steps + k_step) * 32 + lane) * 4 + register, where a set is 16 output channels.
+        // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, for k = 0
+        // and 1. i = ((set * k_steps + k_step) * 32 + lane) * 4 + register, where a set is 16 output channels.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % k_steps * 2 + i / 2 % 2;
             const int out_channel = first_channel + i / 128 / k_steps * 16 + i % 2 * 8 + lane / 4;
@@ -687,7 +692,7 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // k-step is two taps of kMaxStageChannels channels: mma's k = 16. In each the warp loads the weights of its 16 output
 // channels from shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and
 // multiplies. Tensor cores multiply 16-bit numbers exactly, and add the products in float32, but truncate the sums. In
-// 16 bits mma adds the products to `acc` itself. In float32 `products` starts at zero in each k-step: mma adds the two
+// 16 bits `products` starts as `acc`, and mma adds to it. In float32 it starts at zero in each k-step: mma adds the two
 // products that contain a lo, then hi hi', and fmaf adds `products` to `acc`, with rounding.
 //
 //     x              (piece, line, column, channel): 16 bytes are the kMaxStageChannels channels of a pixel
@@ -701,8 +706,8 @@ __device__ __forceinline__ void convolve_mma(
     const Arguments& p, uint32_t x, const uint4* weights, const int* tap_offsets, float unscale, ThreadTile& acc) {
     constexpr bool kSplit = kPieces<T> == 2;
     const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
-    // ldmatrix loads four matrices. 0 and 1 are x's hi at the k-step's taps, of eight pixels. 2 and 3 are x's lo, of
-    // the same pixels; or, in 16 bits, x of the next eight pixels.
+    // ldmatrix loads four matrices. 0 and 1 are x's hi at the k-step's two taps, of eight pixels. 2 and 3 are x's lo
+    // there or, in 16 bits, x of the next eight pixels.
     x += lane % 8 * 16 + lane / 16 * (kSplit ? p.lines * kPitch * 16 : 128);
     tap_offsets += lane / 8 % 2;
     // A fragment is eight pixels, mma's n; the warp has 16. It takes kFragmentsAtOnce of them through all k-steps, then
@@ -759,7 +764,7 @@ __device__ __forceinline__ void convolve_mma(
 //   most 0.04 kUnscaleLimit < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32
 //   itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
 //   It is exceeded only if max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. Inputs of order 1 stay far below. 12-bit
-//   pixels that are not normalized can exceed it if |scale| > 1; they are correct, but slow.
+//   pixels that are not normalized can exceed it; they are correct, but slow.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
 constexpr float kUnscaleLimit = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
@@ -846,8 +851,9 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // The order of additions is fixed: results are the same bits each time.
 
 // A sum of floats. If COMPENSATED, `correction` is the sum of the additions' rounding errors (Knuth's two-sum), else 0.
-// The sums of g are COMPENSATED: their total is dbeta, which may be near zero although the g are not. The g are inputs,
-// without error, so all of dbeta's error comes from these additions. `correction` is not used if the sum is not finite.
+// The sums of g are COMPENSATED (those of g (v - mean) only between lanes): their total is dbeta, which may be near
+// zero although the g are not. The g are inputs, without error, so all of dbeta's error comes from these additions.
+// `correction` is not used if the sum is not finite.
 struct CompensatedSum {
     float sum, correction;
     template <bool COMPENSATED> __device__ __forceinline__ void add(float v) {
@@ -934,7 +940,8 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
         shared.channel_totals[lane] = totals;
     }
     __syncwarp();
-    // A lane adds up the tile's channels of one group. `group_tile` is the tile's index among the tiles of the group.
+    // Each lane takes a group, and adds up its channels in this tile. `group_tile` is the tile's index among the tiles
+    // of the group.
     const int group = tile.group + lane, first_channel = group * p.group_channels;
     if (first_channel < tile.first_channel + channels) {
         double2 totals = {};
@@ -1263,7 +1270,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         shared.tap_offsets[read_thread()] = (tap / p.kernel_size * kPitch + tap % p.kernel_size) * 16;
     }
     if (read_thread() < kMaxTileChannels) {  // also channels that do not exist: their values are computed, but not used
-        shared.epilogues[read_thread()] = {0, 1, 0};  // the gradient of x keeps it: its output is `values`
+        shared.epilogues[read_thread()] = {0, 1, 0};  // so in the gradient of x the output is `values`
         shared.parameters[read_thread()] = {};
     }
     __syncthreads();
@@ -1281,7 +1288,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
         float largest_unscale = 0;  // of the tile's stages
         const bool loads_weights = !p.keeps_weights || tile.number == int(blockIdx.x);
-        if (!p.keeps_weights) __syncthreads();  // until here, warps may read the previous tile and its parameters
+        if (!p.keeps_weights) __syncthreads();  // other warps may still read the previous tile's parameters
         if (loads_weights && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
         for (int first_in = 0; first_in < p.in_channels; first_in += p.stage_channels) {
             const int stage = first_in / p.stage_channels, next_in = first_in + p.stage_channels;
@@ -1384,7 +1391,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     RETURN_ERROR_OF(cudaDeviceGetAttribute(&max_block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     cudaFuncAttributes attributes;
     RETURN_ERROR_OF(cudaFuncGetAttributes(&attributes, kernel));
-    // Allows all that there is, not this launch's bytes: so launches of several threads at once set the same.
+    // Always the most, not this launch's bytes: so threads that launch at once do not lower each other's limit.
     const int dynamic_bytes = max_block_bytes - int(attributes.sharedSizeBytes);
     RETURN_ERROR_OF(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
     const bool tensor_cores = uses_tensor_cores(attributes.ptxVersion);  // 80 where 9.0 runs 8.0's PTX
@@ -1402,7 +1409,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     const auto two_blocks_fit = [&](int block_bytes) {  // in a multiprocessor, which reserves 1 KiB for each block
         return kBlocksPerSM * (block_bytes + int(sizeof(Shared)) + 1024) <= sm_bytes;
     };
-    // If two blocks do not fit, the stages become smaller.
+    // Without tensor cores the stages become smaller until two blocks fit.
     while (!tensor_cores && p.stage_channels > 1 && !two_blocks_fit(bytes)) bytes = set_stage(p.stage_channels / 2);
     p.stages = (p.in_channels + p.stage_channels - 1) / p.stage_channels;
     const int other_stages_bytes = 4 * p.weight_floats * (p.stages - 1);
@@ -1510,10 +1517,11 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     conv of 3 x 3          0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
-// A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; a loaded
-// value of x is used in four products. The thread also prefetches the cache lines of `out` that its band will fill:
-// that makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes the
-// activation, adds up values and squares in double, and copies the band to `out`, which normalize_channels normalizes.
+// A tile's sums, of the band's 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32;
+// a loaded value of x is used in four products. The thread also prefetches the cache lines of `out` that its band will
+// fill: that makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes
+// the activation, adds up values and squares in double, and copies the band to `out`, which normalize_channels
+// normalizes.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1611,9 +1619,9 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 }
 
 // By measurements the direct convolution is faster than PyTorch's if (1) a value has at most kMaxTerms terms, (2) there
-// are at most 32 input channels (more of x, 128 KiB a band, fills much of the second-level cache), (3) its rows have at
+// are at most 32 input channels (of these a band's x is 128 KiB, much of the second-level cache), (3) its rows have at
 // least twice the kernel's columns (else, for 3x3, over a quarter of the work is on pixels that mix two rows). The
-// output, in x's row length, must also have kTilePixels values: a smaller tile would begin before x.
+// output, in x's row length, must also have kTilePixels values: in a smaller output the last tile would begin before x.
 bool direct_is_faster(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
@@ -1727,14 +1735,17 @@ struct DirectConvolution : Layout {
         }
     }
     void normalize_channels(int64_t begin, int64_t end) {
-        const int64_t sums_per_group = group_channels * bands;  // entries of band_sums; added up anew for each channel
+        const int64_t sums_per_group = group_channels * bands;  // entries of band_sums
         const double n = double(group_channels) * rows * columns;
+        Sums sums;  // of the channel's group
         for (int64_t i = begin; i < end; ++i) {
-            Sums sums;
-            for (int64_t k = 0; k < sums_per_group; ++k) {
-                const Sums& band = band_sums[i / group_channels * sums_per_group + k];
-                sums.values += band.values;
-                sums.squares += band.squares;
+            if (i == begin || i % group_channels == 0) {
+                sums = Sums();
+                for (int64_t k = 0; k < sums_per_group; ++k) {
+                    const Sums& band = band_sums[i / group_channels * sums_per_group + k];
+                    sums.values += band.values;
+                    sums.squares += band.squares;
+                }
             }
             const double mean = sums.values / n;
             const double variance = std::max(sums.squares / n - mean * mean, 0.0);
@@ -1757,7 +1768,7 @@ struct DirectConvolution : Layout {
         const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values`: in each of n
             at::parallel_for(0, n, kGrain / values + 1, make);
         };
-        if (samples * slices >= 4 * at::get_num_threads()) {  // then no thread has over 5/4 of the average work
+        if (samples * slices >= 4 * at::get_num_threads()) {  // then the threads have about equal work
             const int64_t tiles_of_slice = at::divup(channel_tiles, slices);
             in_parallel(samples * slices, tiles_of_slice * bands * band_values, [&](int64_t begin, int64_t end) {
                 for (int64_t i = begin; i < end; ++i) make_slice(i / slices, i % slices);
@@ -1833,14 +1844,15 @@ Tensor aligned(const Tensor& t) {
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 int64_t dtype_code(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
-// Raises an error if a launch failed, and clears it: else the runtime would report it after the next launch, too.
+// Raises an error if a launch failed, and clears it, so that the runtime does not report it after the next launch.
 void check_launch(int error) {
     if (error == 0) return;
     cudaGetLastError();
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
 
-// Launches the forward, or the backward if `grad` is defined; returns its grad_partials. `out` is the output or dh.
+// Launches the forward, or the backward if `grad` is defined; the backward returns its grad_partials. `out` is the
+// output or dh.
 Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
     const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
@@ -2135,16 +2147,20 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if x.is_cpu:
         return True
-    # The kernel counts channels, pixels and tiles, of 16 channels x 16 rows x 32 columns or larger, in 32 bits.
-    pixel_tiles = ((rows + 15) // 16) * ((columns + 31) // 32)
-    if samples * ((out_channels + 15) // 16) * pixel_tiles >= 2**30 or height * width >= 2**31 - 64:
+    # The kernel counts channels, pixels and tiles in 32 bits. A tile has 2^14 values.
+    tile_channels = 16 if out_channels <= 16 else 32
+    tile_rows = 512 // tile_channels
+    pixel_tiles = ((rows + tile_rows - 1) // tile_rows) * ((columns + 31) // 32)
+    tiles = samples * ((out_channels + tile_channels - 1) // tile_channels) * pixel_tiles
+    if tiles >= 2**30 or height * width >= 2**31 - 64:
         return False
     if torch.compiler.is_compiling():  # more guards would restrict a program for any size
         return True
-    # Each tile reads all sums of its own groups. If these are more than 2^16, we take longer than PyTorch (estimated).
-    # The backward writes 32 bytes a tile and channel: for images of few pixels that is more than x and out.
-    few_pixels = rows * columns < 16 and samples * out_channels >= 2**24
-    return pixel_tiles * min(groups, 32) <= 2**16 and not (few_pixels and _wants_gradients(tensors))
+    # A tile takes the same time if the output fills only a part of it, and PyTorch is faster below 5000 values a tile
+    # (measured at random shapes): at 4 x 4 pixels by 10 times. Few tiles take no longer than launching them.
+    is_mostly_empty = tiles > 512 and samples * out_channels * rows * columns < 5000 * tiles
+    # Each tile reads the sums of all tiles of its own groups: in huge images of many groups PyTorch is faster.
+    return not is_mostly_empty and pixel_tiles * min(groups, 32) ** 2 <= 2**22
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -53,10 +53,16 @@ def test_is_as_accurate_as_eager(case, dtype):
 LARGE = {  # sizes of x, output channels, rows of the convolution's kernel, groups: whether a GPU is to run our kernels
     "an ordinary image": ((2, 8, 64, 64), 32, 3, 8, True),
     "a large image": ((1, 8, 4096, 4096), 32, 3, 1, True),
-    "sums of too many tiles": ((1, 8, 4096, 4096), 32, 3, 8, False),
+    "a large image of eight groups": ((1, 8, 4096, 4096), 32, 3, 8, True),
+    "sums of too many tiles": ((1, 8, 4096, 4096), 32, 3, 32, False),
+    "few images of 2 x 2": ((64, 8, 4, 4), 32, 3, 8, True),
+    "many images of 2 x 2": ((4096, 8, 4, 4), 32, 3, 8, False),
+    "many images of 16 x 16": ((4096, 8, 18, 18), 32, 3, 8, True),
+    "many images of three columns": ((128, 8, 300, 5), 32, 3, 8, False),
+    "many images of two channels": ((128, 8, 130, 130), 2, 3, 1, False),
     "channels beyond 32 bits": ((1, 1, 2, 2), 1 << 26, 1, 1, False),
     "columns beyond 32 bits": ((1, 1, 1, 2**31 - 40), 1, 1, 1, False),
-    "partial sums larger than the output": ((1 << 20, 3, 3, 3), 1024, 3, 8, False),
+    "partial sums that would be larger than the output": ((1 << 20, 3, 3, 3), 1024, 3, 8, False),
 }
 
 

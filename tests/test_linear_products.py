@@ -54,6 +54,13 @@ BENCHMARKS = for_each_file([rows(1024, 8192, 8192), groups(32768, 4096, 1024)])
 trained = pytest.mark.parametrize("case", TRAINED, ids=str)
 
 
+@pytest.mark.parametrize("stem", PAIRS)
+def test_outputs_of_few_tiles_are_left_to_pytorch(stem):
+    fits = solution(f"hopper/{stem}")._product_fits
+    assert fits(2**20, 128, 128, 4, False) and not fits(2**20, 128, 128, 4, True)  # gradients: dW is one tile
+    assert fits(2**20, 128, 128, 2, True) and not fits(128, 128, 2**16, 2, False)  # 16 bits: dW is cuBLAS's
+
+
 @pytest.mark.parametrize("case", SMALLEST, ids=str)
 def test_several_gradients_at_once(case, device):
     assert_several_at_once_are_the_models(case, device)

@@ -10,11 +10,11 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths, and ModelNew._run chooses one. The fast path is the operator below. It takes plain 2-D x and
 weight, and vectors of one value a feature, all float32, all float16 or all bfloat16; groups of 64 features, and with
-gradients at most 8192 features; products of at least 2^30 multiplications, each size at least 128, rows of whole 16
-bytes (`_product_fits`); no hooks, autocast or transforms. The product runs on the 16-bit tensor cores: for float32 as
-three fp16 products, with the accuracy of float32, or as one where TF32 is allowed; for 16-bit types as one. Its
-epilogue does the rest of the forward. The plain path is the Model's own layers. Read the table of roles first, then
-Thresholds, then `sum_products`.
+gradients at most 8192 features; products of 2^30 multiplications or more whose output has 2^19 values or more, no size
+below 128, rows of whole 16 bytes (`_product_fits`); no hooks, autocast or transforms. The product runs on the 16-bit
+tensor cores: for float32 as three fp16 products, with the accuracy of float32, or as one where TF32 is allowed; for
+16-bit types as one. Its epilogue does the rest of the forward. The plain path is the Model's own layers. Read the table
+of roles first, then Thresholds, then `sum_products`.
 
 At the benchmark shape, m = 32768, k = 1024, n = 4096, the product is 275 GFLOP. For float32 it is done three times in
 fp16: 1.1 ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15
@@ -73,8 +73,8 @@ template <int N> __device__ __forceinline__ void more_registers() {
 template <int N> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
-// Call wgmma_fence before a warpgroup's first wgmma, and after other code has written its registers. wgmma_commit ends
-// a group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups are unfinished.
+// Call wgmma_fence before a warpgroup's first wgmma, and again after other code has written its accumulators.
+// wgmma_commit ends a group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups are unfinished.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
@@ -121,9 +121,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
 //
-// A tile is kTileRows x kTileColumns of the output. `multiply` runs one block on each multiprocessor. Block i computes
-// tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one slice of each row of x and
-// of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
+// A tile is kTileRows x kTileColumns of the output. `multiply` runs at most one block on each multiprocessor. Block i
+// computes tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one slice of each row
+// of x and of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
 //
 //     warpgroup   role        waits for       does                                                      signals
 //     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
@@ -163,7 +163,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 constexpr int kTileColumns = 128;
 constexpr int kSliceNumbers = 64;  // 128 bytes: the widest swizzle of TMA and wgmma
 // A band is 2048 rows of the output. The blocks take its tiles column by column, then the next band's. So in the
-// forward its rows of x stay in L2: with ThreeProducts and K = 1024 their pieces take 8 MB.
+// forward the band's rows of x stay in L2: with ThreeProducts and K = 1024 their pieces take 8 MB.
 constexpr int kBandRows = 2048;
 constexpr int kMultiplyThreads = 512;  // four warpgroups
 struct ThreeProducts {
@@ -266,7 +266,7 @@ struct RowScale {
     // The exponent of the scale: inverse_scale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(inverse_scale) >> 23); }
 };
-// In the backward the exponent of a scale is a sum or a difference of other exponents. It stays from -252 to 252 = 126
+// In the backward the exponent of a scale is a sum or a difference of other exponents. It is between -252 and 252 = 126
 // + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
 // exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
@@ -985,8 +985,8 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // more: it keeps at least 4 of these up to e = 24. G's column j is divided by the same factor and keeps at least 16 -
 // 12 = 4. So for e up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature whose
 // weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times with
-// them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all of dW. So the
-// backward uses no thresholds, and recomputes nothing.
+// them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all of dW: a row of dW
+// that is small beside the others may be inexact. So the backward uses no thresholds, and recomputes nothing.
 //
 //     largest of W's row j / largest of W:           1         2^-12     2^-24     2^-28 (a value in the row of 2^-24)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
@@ -1614,7 +1614,8 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
 template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
 }
-// The whole network, for autograd. Saves its inputs, h and the scales. With create_graph all derivatives are ATen's.
+// The whole network, for autograd. Saves its inputs, h and the scales. With create_graph or several gradients at once
+// all derivatives are ATen's.
 struct LinearSwishGroupNorm : torch::autograd::Function<LinearSwishGroupNorm> {
     using Context = torch::autograd::AutogradContext;
 
@@ -1835,19 +1836,21 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
     return torch.compiler.is_exporting()
 
 
-def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
+def _product_fits(m: int, n: int, k: int, value_bytes: int, recorded: bool) -> bool:
     """Whether x (m, k) by weight (n, k) is for the operator: sizes as in check_product, 2^30 multiplications or more.
 
-    Smaller products often leave multiprocessors without a tile.
+    Smaller products often leave multiprocessors without a tile. So does an output of few tiles, however long the sums:
+    that of (m, n), and if gradients of float32 are wanted those of dX and dW, (m, k) and (n, k).
     """
     per_16_bytes = 16 // value_bytes
     if n % per_16_bytes != 0 or k % per_16_bytes != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
         return False
+    known = bool
     if _is_exporting():  # m may stand for a range: to ask whether it is large enough would narrow that range
         from torch.fx.experimental.symbolic_shapes import statically_known_true as known
-
-        return known(m >= 128) and known(m < 2**24) and known(m * n * k >= 2**30)
-    return 128 <= m < 2**24 and m * n * k >= 2**30
+    if not (known(m >= 128) and known(m < 2**24) and known(m * n * k >= 2**30) and known(m * n >= 2**19)):
+        return False
+    return not recorded or value_bytes < 4 or known(m * k >= 2**17) and n * k >= 2**17
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
@@ -1895,9 +1898,10 @@ def _fits(tensors: tuple, groups: int) -> bool:
     (m, k), (n, columns) = x.shape, weight.shape
     if k != columns or n != _GROUP * groups or [v.shape for v in vectors] != [(n,)] * 4:
         return False
-    if n > 8192 and _is_recorded(*tensors):
+    recorded = _is_recorded(*tensors)
+    if n > 8192 and recorded:
         return False
-    return _product_fits(m, n, k, x.element_size())
+    return _product_fits(m, n, k, x.element_size(), recorded)
 
 
 class ModelNew(nn.Module):
