@@ -25,7 +25,7 @@ measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
 	    json=results/$(MACHINE)/$$name; \
 	    $(RECORD) --backward --dtype float32,bfloat16 --json $$json.json; \
-	    case $$name in *linear*|hopper/conv*) $(RECORD) --backward --precision high --json $${json}_tf32.json;; esac; \
+	    case $$name in *linear*|hopper/conv*) $(RECORD) --backward --precision high --baselines eager --json $${json}_tf32.json;; esac; \
 	done
 
 # Other shapes, by events in one process. harness.py --sweep judges each of them, but takes hours for all.

@@ -104,9 +104,9 @@ class Options:
 
     names: Names = option((), "pairs to run (all), or the two files of one pair", flag="names", nargs="*")
     device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
-    dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
-    precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
-    baselines: Names = option(BASELINES, f"comma separated, of {','.join(BASELINES)}", type=parts)
+    dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)} (float32)", type=parts)
+    precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or highest,high", type=parts)
+    baselines: Names = option(BASELINES, f"comma separated, of {','.join(BASELINES)} (both)", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
     batch: int | None = option(None, "default: the file's batch_size; on a CPU on_cpu's, or a smaller one", type=int)
     require: str = option("right", "default: drop-in; right when you give two files", choices=REQUIRED)
@@ -318,7 +318,11 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     options = replace(options, require=options.require or REQUIRED[not two_files])
     if two_files:
         model, new = (Path(name).resolve() for name in options.names)
-        pairs = dict.fromkeys(options.names, Pair(model.stem, model, new))
+        for path in (model, new):
+            if path.suffix != ".py":
+                parser.error(f"{path.name} is no Python file")
+        name = model.stem if model.stem == new.stem else f"{model.stem} ({new.name})"
+        pairs = dict.fromkeys(options.names, Pair(name, model, new))
     asked = {"pair": (options.names, pairs), "dtype": (options.dtype, DTYPES)}
     asked |= {"precision": (options.precision, PRECISIONS), "baseline": (options.baselines, BASELINES)}
     for what, (names, choices) in asked.items():

@@ -751,7 +751,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
                 continue
             uncertain += not request.both_gates
         place, mine, theirs = gates.values_at(found.worst, new, eager)
-        allowed = f", there within {tolerance * (scale + abs(theirs)):.1e}" if tolerance and abs(theirs) < inf else ""
+        allowed = f" (allowed there: {tolerance * (scale + abs(theirs)):.1e})" if tolerance and abs(theirs) < inf else ""
         said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
         wrong.append(f"{name}{place or ''} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
         usual = float(case.errors[name].most[2]) if name in case.errors else 0.0

@@ -96,6 +96,8 @@ class Problem:
         return self.module.get_init_inputs()
 
     def model(self, seed: int) -> torch.nn.Module:
+        if not hasattr(self.module, "Model"):
+            raise AttributeError(f"{self.path.name} has no class Model (the order is MODEL.py NEW.py)")
         return self.make(self.module.Model, seed)
 
     def make(self, cls: type, seed: int) -> torch.nn.Module:

@@ -69,8 +69,10 @@ def measure(model_path: Path, files: dict[str, Path]) -> None:
 def main(argv: list[str]) -> None:
     pairs = discover(ROOT)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=pairs, metavar="NAME", help="as hopper/linear_swish_group_norm")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="as hopper/linear_swish_group_norm")
     chosen = parser.parse_args(argv).names or list(pairs)
+    if unknown := [name for name in chosen if name not in pairs]:
+        parser.error(f"unknown pair '{unknown[0]}': there are: {', '.join(pairs)}")
     set_precision("highest")
     for model_path in dict.fromkeys(pairs[name].model_path for name in chosen):
         measure(model_path, {name: pairs[name].new_path for name in chosen if pairs[name].model_path == model_path})
