@@ -2156,9 +2156,10 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if torch.compiler.is_compiling():  # more guards would restrict a program for any size
         return True
-    # A tile takes the same time if the output fills only a part of it, and PyTorch is faster below 5000 values a tile
-    # (measured at random shapes): at 4 x 4 pixels by 10 times. Few tiles take no longer than launching them.
-    is_mostly_empty = tiles > 512 and samples * out_channels * rows * columns < 5000 * tiles
+    # A tile takes the same time if the output fills only a part of it. Below so many values a tile PyTorch is faster
+    # (measured at random shapes), at 4 x 4 pixels by 10 times. Few tiles take no longer than launching them.
+    least_values = 5000 + 128 * in_channels * _convolves(x, weight)
+    is_mostly_empty = tiles > 512 and samples * out_channels * rows * columns < least_values * tiles
     # Each tile reads the sums of all tiles of its own groups: in huge images of many groups PyTorch is faster.
     return not is_mostly_empty and pixel_tiles * min(groups, 32) ** 2 <= 2**22
 
