@@ -97,6 +97,7 @@ class Ring:
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
         self.slot = case.share(old)
         self.seeds, self.draws, self.fresh = [], [], []
+        self.written, self.spoilt = [], False  # what was last given; whether a contender wrote into it
         self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
         self.old = old if self.keeps else []
         self.varies = set()  # which inputs, the same in all draws, are other integers in each timed call
@@ -115,7 +116,7 @@ class Ring:
 
     def release(self) -> None:
         """Its memory, when all is timed: kept answers hold it by their `draw`, and float64's answers need the room."""
-        del self.slot, self.incoming, self.answers, self.old, self.fresh
+        del self.slot, self.incoming, self.answers, self.old, self.fresh, self.written
 
     def hand_out(self, name: str, seconds: float) -> dict:
         """Gives a contender what is timed, which may make it compile."""
@@ -164,7 +165,11 @@ class Ring:
 
     def write(self, inputs: list, incoming: list) -> None:
         """While the contender is stopped: what a call is given, and on a CPU a flush of the cache."""
-        for new, x in zip(tensors_of([inputs, incoming]), tensors_of([self.slot, self.incoming])):
+        slots = tensors_of([self.slot, self.incoming])
+        self.spoilt |= not all(map(same_bits, self.written, slots))
+        given = tensors_of([inputs, incoming])
+        self.written = given if self.keeps and How.RESTORED not in self.request.how else []
+        for new, x in zip(given, slots):
             if x.numel():
                 x.untyped_storage().copy_(new.untyped_storage())
         for x in self.answers:
@@ -259,6 +264,8 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         others = [int(path.name) for pid in others for path in Path(f"/proc/{pid}/task").glob("*")]
     if mine != RANK[:2] or any(rank_of(each) != RANK for each in others):
         raise Rejected("changes the priority or the cores of a process")
+    if ring.spoilt:
+        raise Rejected("writes its inputs while it is timed")
     for name, x in case.model.state_dict().items():
         if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
             raise Rejected(f"writes the memory in which the judge hands out {name}")
