@@ -266,6 +266,7 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
         incoming = [normal_like(x, request) for x in roots]
         if How.WRITTEN in request.how:
             with torch.no_grad():
+                found = tree_map_only(torch.Tensor, torch.clone, found)  # outputs of the Model's may share memory
                 for x in roots:
                     x.fill_(0.5)
         of = list(wanted.values())
