@@ -356,6 +356,9 @@ REQUESTS = {
         BOTH("an incoming gradient that is a slice", incoming="a slice", **MAY_REFUSE),
         BOTH("an incoming gradient that is transposed", incoming="transposed", **MAY_REFUSE),
         BOTH("an incoming gradient for some of the channels", incoming="some of the channels", **MAY_REFUSE),
+        BOTH("two instances with other weights in turns", how=How.TWIN),
+        BOTH("every second weight changed since the last call", how=How.SPARING, weights=every_second),
+        BOTH("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
     ],
 }
 
@@ -390,8 +393,7 @@ def requests_after(
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
             # Batch 0 has no numbers that could be wrong, only other forms.
             yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0)
-        if direction == "forward":
-            said = f"in training mode, batch {batch + 1}"
-            yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
+        said = f"in training mode, batch {batch + 1}"
+        yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
         yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)
