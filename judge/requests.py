@@ -32,7 +32,8 @@ def ordered(dim: int, sign: int) -> Kind:
     """From small to large along a dimension (sign 1), or from large to small (-1)."""
 
     def holds(x: torch.Tensor) -> bool:
-        return x.shape[dim] > 1 and bool((sign * x.diff(dim=dim) >= 0).all())
+        steps = sign * x.diff(dim=dim)
+        return bool((steps >= 0).all() and (steps > 0).any())
 
     return holds, lambda x: x.sort(dim, descending=sign < 0).values
 
@@ -46,6 +47,10 @@ def normed(nearest: Callable) -> Kind:
 
 def repeated(nearest: Callable) -> Kind:
     return lambda x: x.shape[-1] > 3 and x.shape[-1] % 2 == 0 and torch.equal(nearest(x), x), nearest
+
+
+def first_row(x: torch.Tensor) -> torch.Tensor:
+    return x[:1].expand_as(x)
 
 
 def is_mirrored(x: torch.Tensor) -> bool:
@@ -72,6 +77,7 @@ ORDERS = {
 }
 KINDS = ORDERS | {
     "symmetric": (is_mirrored, lambda x: torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone())),
+    "equal rows": (lambda x: x.dim() > 1 < len(x) and torch.equal(x, first_row(x)), lambda x: first_row(x).clone()),
     "two equal halves": repeated(lambda x: torch.cat([x[..., : x.shape[-1] // 2]] * 2, -1)),
     "equal pairs": repeated(lambda x: x[..., ::2].repeat_interleave(2, -1)),
 }
@@ -284,6 +290,8 @@ LENIENT = {"may_differ": True, "may_refuse": True}
 MAY_REFUSE = {"may_refuse": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
+INTEGERS = FINITE("other integers and masks, half of each number", change=Inputs.other_integers)
+NORMS = FINITE("weights of norms 8 times as large", weights=larger_norms)
 
 # Asked at the shape and in the layout that is timed.
 REQUESTS = {
@@ -316,7 +324,7 @@ REQUESTS = {
         *[Request("in training mode, where it draws", how=How.TRAIN, random=True)] * MANY_DRAWS,
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
-        FINITE("weights of norms 8 times as large", weights=larger_norms),
+        NORMS,
         # exp(-112) is 0 in float32, exp(112) infinite.
         FINITE("every second row raised by 112", change=lambda x: x[::2].add_(shiftable(x)[::2], alpha=112.0)),
         FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0)),
@@ -324,7 +332,7 @@ REQUESTS = {
         FINITE("inputs 20 times as large", change=lambda x: x.mul_(20.0), **LENIENT),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         FINITE("inputs that are all zero", change=lambda x: x.zero_()),
-        FINITE("other integers and masks, half of each number", change=Inputs.other_integers),
+        INTEGERS,
         FINITE("True for False, 1 for 0 and the other way round", change=other_truth, **LENIENT),
         Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
         Request(
@@ -344,18 +352,23 @@ REQUESTS = {
         BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         replace(SIGNS, direction="forward_backward"),
         # Where a softmax is saturated, the Model's gradient may be exactly 0, and that of a fused kernel a rounding.
-        BOTH(
-            "inputs raised by 112",
-            finite=True,
-            change=lambda x: x.add_(shiftable(x), alpha=112.0),
-            may_differ=True,
-            if_vanishing=True,
+        *(
+            BOTH(
+                f"inputs {how} by 112",
+                finite=True,
+                change=lambda x, by=by: x.add_(shiftable(x), alpha=by),
+                may_differ=True,
+                if_vanishing=True,
+            )
+            for how, by in (("raised", 112.0), ("lowered", -112.0))
         ),
         BOTH("inputs that are all zero", finite=True, change=lambda x: x.zero_(), **LENIENT),
         BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
         BOTH("an incoming gradient that is a slice", incoming="a slice", **MAY_REFUSE),
         BOTH("an incoming gradient that is transposed", incoming="transposed", **MAY_REFUSE),
         BOTH("an incoming gradient for some of the channels", incoming="some of the channels", **MAY_REFUSE),
+        replace(INTEGERS, direction="forward_backward"),
+        replace(NORMS, direction="forward_backward"),
         BOTH("two instances with other weights in turns", how=How.TWIN),
         BOTH("every second weight changed since the last call", how=How.SPARING, weights=every_second),
         BOTH("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
