@@ -135,7 +135,7 @@ class Inputs:
             return False
         if not (self.kinds or self.whole or self.equal):
             return True
-        if stays := not x.is_floating_point() or bool(x.isfinite().all()):
+        if stays := bool(x.isfinite().sum() == before.isfinite().sum()):  # a mask may have infinities
             if self.whole:
                 x.round_().clamp_(self.low, self.high)
             for _, nearest in self.kinds.values():
@@ -190,9 +190,13 @@ def half(x):
 
 
 def other_truth(x):
-    """Of True False, and of a number that is 0 1, and the other way round; of tensors single truth values alone."""
+    """Of True False, and of a number that is 0 1, and the other way round; of tensors a single truth value is another,
+    and integers that are all 0 are 1."""
     if isinstance(x, torch.Tensor):
-        return x if x.dim() or x.dtype != torch.bool else ~x
+        of_integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool) and x.numel()
+        if of_integers and not x.any():
+            return torch.ones_like(x)
+        return ~x if x.dtype == torch.bool and not x.dim() else x
     return type(x)(not x) if type(x) in (bool, int, float) and x in (0, 1) else x
 
 
