@@ -49,8 +49,10 @@ def repeated(nearest: Callable) -> Kind:
     return lambda x: x.shape[-1] > 3 and x.shape[-1] % 2 == 0 and torch.equal(nearest(x), x), nearest
 
 
-def first_row(x: torch.Tensor) -> torch.Tensor:
-    return x[:1].expand_as(x)
+def alike(dim: int) -> Kind:
+    """All rows (dim 0), or all columns (-1), are the first."""
+    nearest = lambda x: x.narrow(dim, 0, 1).expand_as(x).clone()  # noqa: E731
+    return lambda x: x.dim() > 1 and x.shape[dim] > 1 and torch.equal(x, nearest(x)), nearest
 
 
 def is_mirrored(x: torch.Tensor) -> bool:
@@ -77,7 +79,8 @@ ORDERS = {
 }
 KINDS = ORDERS | {
     "symmetric": (is_mirrored, lambda x: torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone())),
-    "equal rows": (lambda x: x.dim() > 1 < len(x) and torch.equal(x, first_row(x)), lambda x: first_row(x).clone()),
+    "equal rows": alike(0),
+    "equal columns": alike(-1),
     "two equal halves": repeated(lambda x: torch.cat([x[..., : x.shape[-1] // 2]] * 2, -1)),
     "equal pairs": repeated(lambda x: x[..., ::2].repeat_interleave(2, -1)),
 }
