@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -266,12 +267,12 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
         incoming = [normal_like(x, request) for x in roots]
         if How.WRITTEN in request.how:
             with torch.no_grad():
+                found = tree_map_only(torch.Tensor, torch.clone, found)  # outputs of the Model's may share memory
                 for x in roots:
                     x.fill_(0.5)
         of = list(wanted.values())
-        # A fused kernel of several outputs gives zeros where nothing depends on an output: there None is zeros.
-        zeros = bool(request.how & (How.IN_PART | How.OTHER_PART | How.TWICE))
-        ask = {"allow_unused": True, "materialize_grads": zeros}
+        # A fused kernel gives zeros where nothing depends on an input: None is zeros.
+        ask = {"allow_unused": True, "materialize_grads": True}
         backward = partial(torch.autograd.grad, roots, of, incoming, **ask)
         if How.REPEATED in request.how:
             gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
@@ -504,6 +505,8 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def rng_state() -> list:
-    """The CPU's; and the GPU's, once CUDA is in use: a compiler may begin to use it during a call."""
+    """Of Python, NumPy and PyTorch; and the GPU's, once CUDA is in use: a compiler may begin to use it in a call."""
     kinds = [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]
-    return [random.getstate(), *[kind.get_rng_state().tolist() for kind in kinds]]
+    of_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
+    of_numpy = [x.tobytes() if hasattr(x, "tobytes") else x for x in of_numpy]
+    return [random.getstate(), of_numpy, *[kind.get_rng_state().tolist() for kind in kinds]]

@@ -99,6 +99,7 @@ class Ring:
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
         self.slot = case.share(old)
         self.seeds, self.draws, self.fresh = [], [], []
+        self.written, self.are_written = [], False  # what was last given; whether a contender wrote into it
         self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
         self.old = old if self.keeps else []
         self.varies = set()  # which inputs, the same in all draws, are other integers in each timed call
@@ -119,7 +120,7 @@ class Ring:
 
     def release(self) -> None:
         """Its memory, when all is timed: kept answers hold it by their `draw`, and float64's answers need the room."""
-        del self.slot, self.incoming, self.answers, self.old, self.fresh, self.spoilt
+        del self.slot, self.incoming, self.answers, self.old, self.fresh, self.written, self.spoilt
 
     def hand_out(self, name: str, seconds: float) -> dict:
         """Gives a contender what is timed, which may make it compile."""
@@ -168,7 +169,14 @@ class Ring:
 
     def write(self, inputs: list, incoming: list) -> None:
         """While the contender is stopped: what a call is given, and on a CPU a flush of the cache."""
-        for new, x in zip(tensors_of([inputs, incoming]), tensors_of([self.slot, self.incoming])):
+        slots = tensors_of([self.slot, self.incoming])
+        for memory, places, _, before in self.spoilt:
+            memory[places] = before
+        if not secret.randrange(len(self.seeds) or 1):  # once a turn, since it takes time
+            self.are_written |= not all(map(same_bits, self.written, slots))
+        given = tensors_of([inputs, incoming])
+        self.written = given if self.keeps and How.RESTORED not in self.request.how else []
+        for new, x in zip(given, slots):
             if x.numel():
                 x.untyped_storage().copy_(new.untyped_storage())
         for x in self.answers:
@@ -181,8 +189,8 @@ class Ring:
                 self.buffer.zero_()
 
     def draw_spoilt(self) -> list[tuple]:
-        """For each input its memory, the places in it that are spoilt after the call, and what is written there:
-        values of other places, which are as valid, floats many times as large."""
+        """For each input its memory, the places in it that are spoilt after the call, what is written there (values of
+        other places, which are as valid, floats many times as large), and what is there before."""
         spoilt, generator = [], torch.Generator().manual_seed(secret.getrandbits(63))
         for x in tensors_of(self.slot) if self.spoils else []:
             bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # PyTorch 2.8 does not index float8
@@ -190,11 +198,12 @@ class Ring:
             if n := memory.numel():
                 places, others = torch.randint(n, (2, min(n, SPOILT)), generator=generator).to(x.device)
                 values = memory[others]
-                spoilt.append((memory, places, values * FACTOR if values.is_floating_point() else values))
+                values = values * FACTOR if values.is_floating_point() else values
+                spoilt.append((memory, places, values, memory[places]))
         return spoilt
 
     def spoil(self) -> None:
-        for memory, places, values in self.spoilt:
+        for memory, places, values, _ in self.spoilt:
             memory[places] = values
         if self.case.device == "cuda":
             torch.cuda.synchronize()
@@ -286,6 +295,8 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         others = [int(path.name) for pid in others for path in Path(f"/proc/{pid}/task").glob("*")]
     if mine != RANK[:2] or any(rank_of(each) != RANK for each in others):
         raise Rejected("changes the priority or the cores of a process")
+    if ring.are_written:
+        raise Rejected("writes its inputs while it is timed")
     for name, x in case.model.state_dict().items():
         if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
             raise Rejected(f"writes the memory in which the judge hands out {name}")

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map, tree_map_only
 
 from judge import gates, switches
 from judge.answers import (
+    AFTERWARDS,
     GRAD_MODE,
     GRAPH_KEPT,
     OF_A_LEAF,
@@ -623,7 +624,8 @@ def put(case: Case, request: Request, must: bool) -> None:
     reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
     if not len(reply["forms"]) == len(reply["names"]) == len(places):
         reject(request, [GARBLED])
-    wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
+    of_the_model_too = {*expected[0].did, *[RANDOM] * (training in case.random)}  # of no samples it draws no numbers
+    wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in of_the_model_too]
     lacks = (REUSED, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
     if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
         lacks += (RANDOM,)
@@ -751,8 +753,12 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
                 continue
             uncertain += not request.both_gates
         place, mine, theirs = gates.values_at(found.worst, new, eager)
-        allowed = f" (allowed there: {tolerance * (scale + abs(theirs)):.1e})" if tolerance and abs(theirs) < inf else ""
+        far = tolerance * (scale + abs(theirs))
+        allowed = f" (allowed there: {far:.1e})" if tolerance and abs(theirs) < inf else ""
         said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
+        if name.endswith(AFTERWARDS) and not inexact:  # what depends on a count shows in other calls
+            case.lacks(f"{name} is another than the Model's")
+            continue
         wrong.append(f"{name}{place or ''} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
         usual = float(case.errors[name].most[2]) if name in case.errors else 0.0
         vanishes = bool(new.isfinite().all()) and float(gates.size(gates.as_numbers(eager)).max()) <= SMALL * usual

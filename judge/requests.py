@@ -32,7 +32,8 @@ def ordered(dim: int, sign: int) -> Kind:
     """From small to large along a dimension (sign 1), or from large to small (-1)."""
 
     def holds(x: torch.Tensor) -> bool:
-        return x.shape[dim] > 1 and bool((sign * x.diff(dim=dim) >= 0).all())
+        steps = sign * x.diff(dim=dim)
+        return bool((steps >= 0).all() and (steps > 0).any())
 
     return holds, lambda x: x.sort(dim, descending=sign < 0).values
 
@@ -46,6 +47,12 @@ def normed(nearest: Callable) -> Kind:
 
 def repeated(nearest: Callable) -> Kind:
     return lambda x: x.shape[-1] > 3 and x.shape[-1] % 2 == 0 and torch.equal(nearest(x), x), nearest
+
+
+def alike(dim: int) -> Kind:
+    """All rows (dim 0), or all columns (-1), are the first."""
+    nearest = lambda x: x.narrow(dim, 0, 1).expand_as(x).clone()  # noqa: E731
+    return lambda x: x.dim() > 1 and x.shape[dim] > 1 and torch.equal(x, nearest(x)), nearest
 
 
 def is_mirrored(x: torch.Tensor) -> bool:
@@ -72,6 +79,8 @@ ORDERS = {
 }
 KINDS = ORDERS | {
     "symmetric": (is_mirrored, lambda x: torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone())),
+    "equal rows": alike(0),
+    "equal columns": alike(-1),
     "two equal halves": repeated(lambda x: torch.cat([x[..., : x.shape[-1] // 2]] * 2, -1)),
     "equal pairs": repeated(lambda x: x[..., ::2].repeat_interleave(2, -1)),
 }
@@ -129,7 +138,7 @@ class Inputs:
             return False
         if not (self.kinds or self.whole or self.equal):
             return True
-        if stays := not x.is_floating_point() or bool(x.isfinite().all()):
+        if stays := bool(x.isfinite().sum() == before.isfinite().sum()):  # a mask may have infinities
             if self.whole:
                 x.round_().clamp_(self.low, self.high)
             for _, nearest in self.kinds.values():
@@ -184,7 +193,13 @@ def half(x):
 
 
 def other_truth(x):
-    """Of True False, and of a number that is 0 1, and the other way round; tensors stay."""
+    """Of True False, and of a number that is 0 1, and the other way round; of tensors a single truth value is another,
+    and integers that are all 0 are 1."""
+    if isinstance(x, torch.Tensor):
+        of_integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool) and x.numel()
+        if of_integers and not x.any():
+            return torch.ones_like(x)
+        return ~x if x.dtype == torch.bool and not x.dim() else x
     return type(x)(not x) if type(x) in (bool, int, float) and x in (0, 1) else x
 
 
@@ -207,13 +222,6 @@ def other_buffers(model: torch.nn.Module) -> None:
     for x in model.state_dict().values():
         if isinstance(x, torch.Tensor) and not (x.is_floating_point() or x.is_complex() or x.is_quantized):
             x.copy_(x.reshape(-1)[torch.randperm(x.numel(), device=x.device)].view_as(x))
-
-
-def middle_of_each(model: torch.nn.Module) -> None:
-    """A number in the middle of each parameter gets the other sign, and half its size more."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.numel():
-            parameter.data[tuple(size // 2 for size in parameter.shape)] *= -1.5
 
 
 every_second = partial(perturb, seed=0, which=slice(0, None, 2))
@@ -264,23 +272,33 @@ def reverse_middle(x: torch.Tensor) -> None:
 
 
 def swap_two(x: torch.Tensor) -> None:
-    """Numbers in the middle change places, two at a time, until the sum is what it was to the last bit, which may be a
-    cache's key: that of `reverse_middle` is rounded otherwise. Zeros stay."""
-    flat, total, quarter = x.reshape(-1), x.sum(), x.numel() // 4
+    """Two numbers in the middle change places whose swap leaves the sum as it is, and the sum of squares, to the last
+    bit, since that may be a cache's key: those of `reverse_middle` are rounded otherwise. Zeros stay."""
+    sums = lambda: (x.sum(), x.double().sum(), x.double().square().sum())  # noqa: E731
+    first, before, quarter = x.clone(), sums(), x.numel() // 4
     for _ in range(SWAPS if quarter else 0):
         i, j = torch.randint(quarter, x.numel() - quarter, (2,)).tolist()
-        if flat[i] == flat[j] or not flat[i] or not flat[j]:
-            continue
+        flat = first.reshape(-1).clone()
         flat[[i, j]] = flat[[j, i]]
-        if flat.view_as(x).sum() == total:
+        x.copy_(flat.view_as(x))
+        if flat[i] != flat[j] and flat[i] and flat[j] and sums() == before:
             break
-    x.copy_(flat.view_as(x))
+        x.copy_(first)
+
+
+def swap_in_each(model: torch.nn.Module) -> None:
+    """Neither the first and the last numbers of a parameter, nor its sum, tell of it."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            swap_two(parameter.data)
 
 
 LENIENT = {"may_differ": True, "may_refuse": True}
 MAY_REFUSE = {"may_refuse": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
+INTEGERS = FINITE("other integers and masks, half of each number", change=Inputs.other_integers)
+NORMS = FINITE("weights of norms 8 times as large", weights=larger_norms)
 
 # Asked at the shape and in the layout that is timed.
 REQUESTS = {
@@ -291,7 +309,7 @@ REQUESTS = {
         Request("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
         FINITE("other integers and truth values in the buffers", weights=other_buffers, **LENIENT),
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
-        FINITE("a number of each weight changed since the last call", how=How.SPARING, weights=middle_of_each),
+        FINITE("numbers of each weight changed places since the last call", how=How.SPARING, weights=swap_in_each),
         Request("inputs that differ from the last ones in the middle", order=(0, 1), change=reverse_middle, alike=True),
         Request("inputs whose sum is that of the last ones", order=(0, 1), change=swap_two, alike=True),
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
@@ -313,15 +331,15 @@ REQUESTS = {
         *[Request("in training mode, where it draws", how=How.TRAIN, random=True)] * MANY_DRAWS,
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
-        FINITE("weights of norms 8 times as large", weights=larger_norms),
+        NORMS,
         # exp(-112) is 0 in float32, exp(112) infinite.
-        FINITE("inputs raised by 112", change=lambda x: x.add_(shiftable(x), alpha=112.0)),
+        FINITE("every second row raised by 112", change=lambda x: x[::2].add_(shiftable(x)[::2], alpha=112.0)),
         FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs 20 times as large", change=lambda x: x.mul_(20.0), **LENIENT),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         FINITE("inputs that are all zero", change=lambda x: x.zero_()),
-        FINITE("other integers and masks, half of each number", change=Inputs.other_integers),
+        INTEGERS,
         FINITE("True for False, 1 for 0 and the other way round", change=other_truth, **LENIENT),
         Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
         Request(
@@ -341,18 +359,26 @@ REQUESTS = {
         BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         replace(SIGNS, direction="forward_backward"),
         # Where a softmax is saturated, the Model's gradient may be exactly 0, and that of a fused kernel a rounding.
-        BOTH(
-            "inputs raised by 112",
-            finite=True,
-            change=lambda x: x.add_(shiftable(x), alpha=112.0),
-            may_differ=True,
-            if_vanishing=True,
+        *(
+            BOTH(
+                f"inputs {how} by 112",
+                finite=True,
+                change=lambda x, by=by: x.add_(shiftable(x), alpha=by),
+                may_differ=True,
+                if_vanishing=True,
+            )
+            for how, by in (("raised", 112.0), ("lowered", -112.0))
         ),
         BOTH("inputs that are all zero", finite=True, change=lambda x: x.zero_(), **LENIENT),
         BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
         BOTH("an incoming gradient that is a slice", incoming="a slice", **MAY_REFUSE),
         BOTH("an incoming gradient that is transposed", incoming="transposed", **MAY_REFUSE),
         BOTH("an incoming gradient for some of the channels", incoming="some of the channels", **MAY_REFUSE),
+        replace(INTEGERS, direction="forward_backward"),
+        replace(NORMS, direction="forward_backward"),
+        BOTH("two instances with other weights in turns", how=How.TWIN),
+        BOTH("every second weight changed since the last call", how=How.SPARING, weights=every_second),
+        BOTH("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
     ],
 }
 
@@ -370,7 +396,7 @@ def requests_after(
     if direction == "forward":
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
         yield of("other weights, by p.data = ...", how=How.EXCHANGED, weights=all_of_them, **LENIENT)
-        yield of("other weights, by p.data.copy_(...)", how=How.UNSEEN, weights=every_second, **LENIENT)
+        yield of("other weights, by p.data.copy_(...)", how=How.UNSEEN, weights=partial(perturb, seed=2), **LENIENT)
         yield of("weights that are slices", how=How.ROWS_APART, **LENIENT)
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
@@ -387,8 +413,7 @@ def requests_after(
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
             # Batch 0 has no numbers that could be wrong, only other forms.
             yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0)
-        if direction == "forward":
-            said = f"in training mode, batch {batch + 1}"
-            yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
+        said = f"in training mode, batch {batch + 1}"
+        yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
         yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
 from judge.source import set_precision
 
@@ -61,6 +62,16 @@ def flag(name: str, of: str) -> Switch:
     return Switch(name, getattr(torch._C, f"_get_{of}"), getattr(torch._C, f"_set_{of}"))
 
 
+def checkpoint(*given, use_reentrant=None, **how):
+    """torch.utils.checkpoint's, never the reentrant kind, whose gradients torch.autograd.grad refuses to give."""
+    KIND[0] = KIND[0] if use_reentrant is False else "reentrant (judged as if not: torch.autograd.grad refuses that)"
+    return CHECKPOINT(*given, use_reentrant=False, **how)
+
+
+KIND, CHECKPOINT = ["not reentrant"], torch.utils.checkpoint.checkpoint
+torch.utils.checkpoint.checkpoint = checkpoint
+
+
 def stream() -> int:
     return torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0
 
@@ -94,6 +105,7 @@ SWITCHES = [
     Switch("the torch function modes", C._len_torch_function_stack),  # a default device is one
     Switch("the torch dispatch modes", C._len_torch_dispatch_stack),
     Switch("the hooks on all modules", lambda: len(torch.nn.modules.module._global_forward_hooks)),
+    Switch("its checkpoints", lambda: KIND[0], partial(KIND.__setitem__, 0)),
     Switch("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     Switch("the current directory", os.getcwd, os.chdir),
     Switch("the current stream", stream, put_stream),
