@@ -105,7 +105,7 @@ class Options:
     names: Names = option((), "pairs to run (all), or the two files of one pair", flag="names", nargs="*")
     device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
     dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)} (float32)", type=parts)
-    precision: Names = option(("highest",), "comma separated: highest, strict float32 (default); high, TF32", type=parts)
+    precision: Names = option(("highest",), "comma separated: highest (strict float32), high (TF32)", type=parts)
     baselines: Names = option(BASELINES, f"comma separated, of {','.join(BASELINES)} (both)", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
     batch: int | None = option(None, "default: the file's batch_size; on a CPU on_cpu's, or a smaller one", type=int)
