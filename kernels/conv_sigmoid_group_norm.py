@@ -1619,14 +1619,14 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 }
 
 // By measurements the direct convolution is faster than PyTorch's if (1) a value has at most kMaxTerms terms, (2) there
-// are at most 32 input channels (of these a band's x is 128 KiB, much of the second-level cache), (3) its rows have at
-// least twice the kernel's columns (else, for 3x3, over a quarter of the work is on pixels that mix two rows). The
-// output, in x's row length, must also have kTilePixels values: in a smaller output the last tile would begin before x.
+// are at most 32 input channels (of these a band's x is 128 KiB, much of the second-level cache), (3) at most a quarter
+// of the work is on pixels that mix two rows. The output, in x's row length, must also have kTilePixels values: in a
+// smaller output the last tile would begin before x.
 bool direct_is_faster(const Tensor& x, const Tensor& weight) {
     const int64_t rows = x.size(2) - weight.size(2) + 1;
     const int64_t columns = x.size(3) - weight.size(3) + 1;
     const bool few_terms = weight.size(1) <= 32 && weight[0].numel() <= kMaxTerms;
-    return few_terms && columns >= 2 * weight.size(3) && (rows - 1) * x.size(3) + columns >= kTilePixels;
+    return few_terms && x.size(3) >= 4 * (weight.size(3) - 1) && (rows - 1) * x.size(3) + columns >= kTilePixels;
 }
 
 // Asks the system for pages of 2 MiB in place of 4 KiB. Of the 60 ms that one thread takes for 66 MB of output, the
