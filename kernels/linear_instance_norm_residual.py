@@ -852,6 +852,7 @@ CPP_SOURCE = r"""
 #line 1 "CPP_SOURCE in linear_instance_norm_residual.py"
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -940,18 +941,25 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_meta(
         needs_grad_y ? at::empty_symint(h.sym_sizes(), h.options()) : at::empty({0}, h.options())};
 }
 
-// The network's output from h on a CPU. Statistics are added up in double.
-at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
-    const auto as_f32 = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    const at::Tensor h32 = as_f32(h), y32 = as_f32(y), out = at::empty_like(h32);
+// n values as float32: themselves, or converted to `buffer`.
+const float* as_floats(const float* values, int64_t, float*) { return values; }
+template <typename T> const float* as_floats(const T* values, int64_t n, float* buffer) {
+    at::vec::convert(values, buffer, n);
+    return buffer;
+}
+// The network's output from h on a CPU, all three dense and of type T. Statistics are added up in double.
+template <typename T>
+void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
     const int64_t n = h.size(1);
     // The grain is some 16384 features, so that a small h stays with one thread. That is half of ATen's usual 32768,
     // as a feature takes more work.
     at::parallel_for(0, n > 0 ? h.size(0) : 0, std::max<int64_t>(1, 16384 / (n + 1)), [&](int64_t begin, int64_t end) {
+        constexpr bool kConverts = !std::is_same_v<T, float>;
+        std::vector<float> buffer(kConverts ? 2 * n : 0);  // a row of h, then of the output; a row of y
         for (int64_t row = begin; row < end; ++row) {
-            const float* h_row = h32.const_data_ptr<float>() + row * n;
-            const float* y_row = y32.const_data_ptr<float>() + row * n;
-            float* out_row = out.mutable_data_ptr<float>() + row * n;
+            const float* h_row = as_floats(h.const_data_ptr<T>() + row * n, n, buffer.data());
+            const float* y_row = as_floats(y.const_data_ptr<T>() + row * n, n, buffer.data() + n);
+            T* const out_row = out.mutable_data_ptr<T>() + row * n;
             double sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < n; ++i) sum += h_row[i];
@@ -960,11 +968,20 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
             for (int64_t i = 0; i < n; ++i) squares += (h_row[i] - mean) * (h_row[i] - mean);
             const float mean_hi = float(mean), mean_lo = float(mean - mean_hi);
             const float rstd = float(1 / std::sqrt(squares / n + eps));
+            float* result = buffer.data();
+            if constexpr (!kConverts) result = out_row;
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) out_row[i] = ((h_row[i] - mean_hi - mean_lo) * rstd + y_row[i]) * y_row[i];
+            for (int64_t i = 0; i < n; ++i) result[i] = ((h_row[i] - mean_hi - mean_lo) * rstd + y_row[i]) * y_row[i];
+            if (kConverts) at::vec::convert(result, out_row, n);
         }
     });
-    return out.to(h.scalar_type());
+}
+at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
+    const at::Tensor dense_h = h.contiguous(), dense_y = y.contiguous(), out = at::empty_like(dense_h);
+    if (h.scalar_type() == at::kFloat) finish_rows_cpu<float>(dense_h, dense_y, out, eps);
+    else if (h.scalar_type() == at::kHalf) finish_rows_cpu<at::Half>(dense_h, dense_y, out, eps);
+    else finish_rows_cpu<at::BFloat16>(dense_h, dense_y, out, eps);
+    return out;
 }
 
 #ifdef WITH_CUDA
@@ -1180,9 +1197,13 @@ _exports_layers._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_instance_norm_residual")
 _operators = getattr(torch.ops, NAMESPACE)
-# x86 CPUs without instructions for bfloat16: from 32 rows on, bfloat16 layers are 2 to 4 times as fast in float32, the
-# conversions included. float16 layers are computed in float32 there, too.
-_CPU_LACKS_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
+# The types that a CPU computes in float32, as it has no instructions for them (bfloat16 only with AVX). From 32 rows on
+# bfloat16 layers are 2 to 4 times as fast then, float16 layers 2 to 9 times, the conversions included.
+_CPU_UPCASTS = set()
+if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    _CPU_UPCASTS.add(torch.float16)
+if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get_cpu_capability():
+    _CPU_UPCASTS.add(torch.bfloat16)
 # The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's float32 product:
 # compute capability 8.0, 9.0, 10.0 and 10.3. There an fp16 product by mma.sync is 16 (8.0) or 7 times as fast as SGEMM.
 # It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
@@ -1242,7 +1263,7 @@ def _in_float32(linear: nn.Module, x: torch.Tensor) -> bool:
     rounding do not average out over so few values: for one row in float16, the error of dX was 70 times eager's. For
     2^22 multiplications the conversions take a few microseconds.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or (x.is_cpu and not _CPU_LACKS_BF16):
+    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or (x.is_cpu and x.dtype not in _CPU_UPCASTS):
         return False
     if not _is_layer(linear, x):
         return False

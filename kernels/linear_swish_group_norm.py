@@ -1303,9 +1303,13 @@ _exports_layers._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_swish_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
-# x86 CPUs without instructions for bfloat16: from 32 rows on, bfloat16 layers are 2 to 4 times as fast in float32, the
-# conversions included. float16 layers are computed in float32 there, too.
-_CPU_LACKS_BF16 = "AVX" in torch.backends.cpu.get_cpu_capability() and not torch.cpu._is_avx512_bf16_supported()
+# The types that a CPU computes in float32, as it has no instructions for them (bfloat16 only with AVX). From 32 rows on
+# bfloat16 layers are 2 to 4 times as fast then, float16 layers 2 to 9 times, the conversions included.
+_CPU_UPCASTS = set()
+if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    _CPU_UPCASTS.add(torch.float16)
+if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get_cpu_capability():
+    _CPU_UPCASTS.add(torch.bfloat16)
 # The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's float32 product:
 # compute capability 8.0, 9.0, 10.0 and 10.3. There an fp16 product by mma.sync is 16 (8.0) or 7 times as fast as SGEMM.
 # It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
@@ -1375,7 +1379,7 @@ def _split_pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether a CPU computes 16-bit inputs in float32 and rounds only the output: from 32 rows on, below which that is
     no faster. An exported program does so for any number of rows, as a condition on that number would restrict it."""
-    if not _CPU_LACKS_BF16 or not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype is torch.float32:
+    if not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype not in _CPU_UPCASTS:
         return False
     return _is_layer(linear, x) and (_is_exporting() or x.shape[0] >= 32)
 

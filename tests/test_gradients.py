@@ -102,7 +102,7 @@ def test_a_gradient_of_one_number_is_no_worse_than_eagers(dtype, device):
 @pytest.mark.parametrize("features", [32, 33])
 def test_sixteen_bits_of_huge_equal_values(features, device, monkeypatch):
     """Their mean, computed in float32, may be a rounding off them, and rstd times that is far from 0."""
-    monkeypatch.setattr(solution("linear_instance_norm_residual"), "_CPU_LACKS_BF16", True)
+    monkeypatch.setattr(solution("linear_instance_norm_residual"), "_CPU_UPCASTS", {torch.bfloat16})
     case = Case("linear_instance_norm_residual", "equal features", (17, features), ((40, 17), (40, features)))
     change = in_both(lambda module: module.bmm.weight.fill_(117248))
     for run in (forward, gradients):
