@@ -122,7 +122,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //       publish these sums: write them to global memory                                    (publish)
 //       start to copy the next tile's x                                                    (copy_x)
 //       wait until all tiles of the sample are published                                   (await_sample)
-//       add up all published sums of the tile's groups                                     (make_epilogues)
+//       add up all published sums of the tile's groups                                     (compute_coefficients)
 //       compute the output from the values in registers, and write it                      (write_output, write_dh)
 //
 // The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h (in the
@@ -228,10 +228,10 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* counters;  // (samples, kCounterStride): tiles that have published; zeros before the launch
-    double2* partials;  // (samples, groups, max_group_tiles, pixel_tiles): the published sums
+    double2* group_sums;  // (samples, groups, max_group_tiles, pixel_tiles): the published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* g;  // of T: the gradient of out
-    double* grad_partials;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
+    double* parameter_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
     int samples, in_channels, height, width, out_channels, groups, group_channels;
     int out_height, out_width;  // of out
     int dh_type;  // 0 float, 1 half, 2 bfloat16: T or, under autocast (T is float), the autocast type
@@ -275,9 +275,9 @@ struct Tile {
 //                factor        shift                                    v_factor
 //   forward      gamma rstd    beta - mean_lo factor                    unused, as rstd is
 //   backward     gamma         (mean of gamma g) - mean_lo v_factor     (mean of gamma g (v - mean) rstd) rstd
-struct Epilogue { float mean, factor, shift, v_factor, rstd; };
-__device__ __forceinline__ float normalize(float v, const Epilogue& epilogue) {  // the forward's output
-    return fmaf(v - epilogue.mean, epilogue.factor, epilogue.shift);
+struct OutputCoefficients { float mean, factor, shift, v_factor, rstd; };
+__device__ __forceinline__ float normalize(float v, const OutputCoefficients& coefficients) {  // the forward's output
+    return fmaf(v - coefficients.mean, coefficients.factor, coefficients.shift);
 }
 // Of an output channel; `bias` is the sum of both biases. alignas: one instruction can load all four.
 struct alignas(16) ChannelParameters { float bias, scale, gamma, beta; };
@@ -286,11 +286,11 @@ struct Shared {
     double warp_sums[2][kWarps][16];  // two sums of each channel of a warp, as sums_of_warps reads them
     float anchors[kWarps][16];  // what a warp subtracts from a channel's v, see sum_values; 0 in the backward
     double2 channel_totals[kMaxTileChannels];  // sums of each channel of the tile, in `publish`
-    Epilogue epilogues[kMaxTileChannels];
+    OutputCoefficients coefficients[kMaxTileChannels];
     ChannelParameters parameters[kMaxTileChannels];
     int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
-    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights in shared memory, see Pieces
+    float weight_inverse_scales[kMaxStages];  // `inverse_scale` of each stage's weights in shared memory, see Pieces
     Tile tiles[2];  // this one and the next
 };
 
@@ -400,19 +400,19 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
 // tile by the power of two that brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
-// the same with each stage's weights. Each returns the inverse of its power as `unscale`. The kernel gives
-// convolve_stage the product of both: x w = `unscale` (scaled x) (scaled w).
+// the same with each stage's weights. Each returns the inverse of its power as `inverse_scale`. The kernel gives
+// convolve_stage the product of both: x w = `inverse_scale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
 // product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of 2^-24, an error of up to
 // 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo. Multiplied by the other factor,
 // which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9 taps adds to h an error of at most
-// 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times `unscale`. Where this might change
-// z, `recompute_in_float` convolves again.
+// 72 * 2^-11 < 0.04 times `inverse_scale`; with random numbers at most about 0.001 times `inverse_scale`. Where this
+// might change z, `recompute_in_float` convolves again.
 
-__device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in) {
-    return min(p.stage_channels, p.in_channels - first_in);
+__device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in_channel) {
+    return min(p.stage_channels, p.in_channels - first_in_channel);
 }
 
 // By a block. A pack is PACK neighbouring columns. Distributes the packs of `channels` channels among the threads, and
@@ -441,16 +441,17 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
         ++line;
     }
 }
-// By a block: copies what the tile needs of a stage's channels, from `first_in` on, to shared memory, and writes zeros
-// for pixels outside x. From compute capability 8.0 on it uses cp.async and does not wait; but cp.async copies at least
-// 4 bytes, so 16-bit values of an odd width are stored one by one. With tensor cores a call of the lambda copies a pack
-// of every channel, because convert_x needs all channels of a pixel in one thread.
+// By a block: copies what the tile needs of a stage's channels, from `first_in_channel` on, to shared memory, and
+// writes zeros for pixels outside x. From compute capability 8.0 on it uses cp.async and does not wait; but cp.async
+// copies at least 4 bytes, so 16-bit values of an odd width are stored one by one. With tensor cores a call of the
+// lambda copies a pack of every channel, because convert_x needs all channels of a pixel in one thread.
 template <typename T, int PACK>
-__device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first_in, T* to) {
+__device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile, int first_in_channel, T* to) {
     constexpr int kBytes = PACK * sizeof(T), kCallChannels = kTensorCores ? kMaxStageChannels : 1;
     const int64_t plane = int64_t(p.height) * p.width;
-    const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first_in) * plane;
-    const int channels = channels_of_stage(p, first_in);
+    const T* const image =
+        static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first_in_channel) * plane;
+    const int channels = channels_of_stage(p, first_in_channel);
     for_each_pack<PACK>(p, kTensorCores ? 1 : channels, [&](int first_channel, int line, int column) {
         const int row = tile.row - p.pad + line, image_column = tile.column - p.pad + column;
         const bool inside = unsigned(row) < unsigned(p.height) && unsigned(image_column) < unsigned(p.width);
@@ -471,10 +472,10 @@ template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
 // By a block, with tensor cores: returns the power of two that brings the largest of the threads' values into [2^13,
-// 2^14), see Pieces. It is at most 2^126, so that its inverse, which goes to `unscale`, is a normal number. Where the
-// largest value is infinite it is NaN. `largest` must not be negative. Contains a __syncthreads, and needs one before a
-// second call.
-__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unscale) {
+// 2^14), see Pieces. It is at most 2^126, so that its inverse, which goes to `inverse_scale`, is a normal number. Where
+// the largest value is infinite it is NaN. `largest` must not be negative. Contains a __syncthreads, and needs one
+// before a second call.
+__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& inverse_scale) {
 #if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
     largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
 #endif
@@ -483,7 +484,7 @@ __device__ __forceinline__ float prescale_for(float largest, Shared& shared, flo
     for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, shared.largest[warp]);
     constexpr unsigned kOne = 127, kInfinite = 255, kLeast = 14;  // exponents in a float's bits, of 1, infinity, 2^-113
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
-    unscale = __uint_as_float((exponent - 13) << 23);
+    inverse_scale = __uint_as_float((exponent - 13) << 23);
     return exponent < kInfinite ? __uint_as_float((kOne + 13 - exponent + kOne) << 23) : NAN;
 }
 __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
@@ -492,14 +493,14 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
 }
 // By a block: each thread waits for its own cp.async copies. Without tensor cores, float32 values stay where they are,
 // and 16-bit values are stored to stage_x as floats. With tensor cores the thread stores the channels of each pixel
-// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `unscale`, see Pieces.
+// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `inverse_scale`, see Pieces.
 // Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, int PACK>
 __device__ __forceinline__ float convert_packs(
-    const Arguments& p, int first_in, const T* copied_x, float* stage_x, Shared& shared) {
+    const Arguments& p, int first_in_channel, const T* copied_x, float* stage_x, Shared& shared) {
     __pipeline_wait_prior(0);
-    const int channels = channels_of_stage(p, first_in), channel_pixels = p.lines * kPitch;
-    float unscale = 1;
+    const int channels = channels_of_stage(p, first_in_channel), channel_pixels = p.lines * kPitch;
+    float inverse_scale = 1;
     if constexpr (kTensorCores) {
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(copied_x + c * channel_pixels + pixel)
@@ -516,7 +517,7 @@ __device__ __forceinline__ float convert_packs(
                     for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
                 }
             });
-            prescale = prescale_for(largest, shared, unscale);
+            prescale = prescale_for(largest, shared, inverse_scale);
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
@@ -544,20 +545,20 @@ __device__ __forceinline__ float convert_packs(
             for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = float(copied_x[pixel + i]);
         });
     }
-    return unscale;
+    return inverse_scale;
 }
 // copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as x is aligned to 16
 // bytes and p.pad is 0 or 2.
 template <typename T>
-__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in, T* copied_x) {
-    if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in, copied_x);
-    else copy_packs<T, 1>(p, tile, first_in, copied_x);
+__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first_in_channel, T* copied_x) {
+    if (p.width % 2 == 0) copy_packs<T, 2>(p, tile, first_in_channel, copied_x);
+    else copy_packs<T, 1>(p, tile, first_in_channel, copied_x);
 }
 template <typename T>
 __device__ __forceinline__ float convert_x(
-    const Arguments& p, int first_in, const T* copied_x, float* stage_x, Shared& shared) {
-    return p.width % 2 == 0 ? convert_packs<T, 2>(p, first_in, copied_x, stage_x, shared)
-                            : convert_packs<T, 1>(p, first_in, copied_x, stage_x, shared);
+    const Arguments& p, int first_in_channel, const T* copied_x, float* stage_x, Shared& shared) {
+    return p.width % 2 == 0 ? convert_packs<T, 2>(p, first_in_channel, copied_x, stage_x, shared)
+                            : convert_packs<T, 1>(p, first_in_channel, copied_x, stage_x, shared);
 }
 
 // A weight. For the gradient of x out_channel is one of W's input channels, in_channel one of its output channels, and
@@ -580,13 +581,13 @@ __device__ __forceinline__ void load_parameters(const Arguments& p, int first_ch
     shared.parameters[c] = {load(p.conv_bias) + load(p.bias), load(p.scale), load(p.gamma), load(p.beta)};
 }
 // By a block, for a tile whose first output channel is `first_channel`: loads the weights of a stage's input channels,
-// from `first_in` on, as (in_channel, tap, out_channel) or, with tensor cores, as `convolve_mma` reads them. Returns
-// the weights' `unscale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
+// from `first_in_channel` on, as (in_channel, tap, out_channel) or, with tensor cores, as `convolve_mma` reads them.
+// Returns the weights' `inverse_scale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
-    const Arguments& p, int first_channel, int first_in, float* to, Shared& shared) {
-    const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in);
-    float unscale = 1;
+    const Arguments& p, int first_channel, int first_in_channel, float* to, Shared& shared) {
+    const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in_channel);
+    float inverse_scale = 1;
     if constexpr (kTensorCores) {
         const int k_steps = (taps + 1) / 2, weight_pairs = p.tile_channels / 16 * k_steps * 128;
         // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, for k = 0
@@ -594,14 +595,15 @@ __device__ __forceinline__ float load_weights(
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % k_steps * 2 + i / 2 % 2;
             const int out_channel = first_channel + i / 128 / k_steps * 16 + i % 2 * 8 + lane / 4;
-            return tap < taps ? weight_of<T, DIRECTION>(p, out_channel, first_in + lane % 4 * 2 + k, tap) : 0.0f;
+            return tap < taps ? weight_of<T, DIRECTION>(p, out_channel, first_in_channel + lane % 4 * 2 + k, tap)
+                              : 0.0f;
         };
         float prescale = 1;
         if constexpr (kPieces<T> == 2) {
             float largest = 0;
             for (int i = int(read_thread()); i < 2 * weight_pairs; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
-            prescale = prescale_for(largest, shared, unscale);
+            prescale = prescale_for(largest, shared, inverse_scale);
         }
         for (int i = int(read_thread()); i < weight_pairs; i += kThreads) {
             const int index = i / 128 * 128 * kPieces<T> + i % 128;
@@ -617,10 +619,10 @@ __device__ __forceinline__ float load_weights(
     } else {
         for (int i = int(read_thread()); i < channels * taps * p.tile_channels; i += kThreads) {
             const int in_channel = i / p.tile_channels / taps, tap = i / p.tile_channels % taps;
-            to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_channels, first_in + in_channel, tap);
+            to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_channels, first_in_channel + in_channel, tap);
         }
     }
-    return unscale;
+    return inverse_scale;
 }
 
 // By a thread, without tensor cores: adds the products of `channels` input channels to `acc`. x points to the input
@@ -702,8 +704,8 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // Register r of a lane's operand A has the weights of output channel lane / 4 + r % 2 * 8, the k-step's tap r / 2, and
 // input channels lane % 4 * 2 and the next one.
 template <typename T>
-__device__ __forceinline__ void convolve_mma(
-    const Arguments& p, uint32_t x, const uint4* weights, const int* tap_offsets, float unscale, ThreadTile& acc) {
+__device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, const uint4* weights,
+    const int* tap_offsets, float inverse_scale, ThreadTile& acc) {
     constexpr bool kSplit = kPieces<T> == 2;
     const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the k-step's two taps, of eight pixels. 2 and 3 are x's lo
@@ -747,7 +749,7 @@ __device__ __forceinline__ void convolve_mma(
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& total = acc[i / 2][2 * (first + f) + i % 2];
-                    total = kSplit ? fmaf(products[f][i], unscale, total) : products[f][i];
+                    total = kSplit ? fmaf(products[f][i], inverse_scale, total) : products[f][i];
                 }
             }
         }
@@ -759,17 +761,17 @@ __device__ __forceinline__ void convolve_mma(
 //       in 16 bits an infinite x is multiplied by 0, the weight of a tap that does not exist (9 taps are 5 steps);
 //       in the gradient of x, of any type, an infinite weight is multiplied by a zero around dh.
 //   This function multiplies nothing outside x, and no tap that does not exist.
-// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `unscale` the largest of the
-//   tile's stages. Recompute if unscale s > kUnscaleLimit. At this limit a stage makes an error of z = h scale of at
-//   most 0.04 kUnscaleLimit < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32
-//   itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
-//   It is exceeded only if max|x| max|weight| s > 2^26 kUnscaleLimit = 2^7. Inputs of order 1 stay far below. 12-bit
+// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `inverse_scale` the largest of
+//   the tile's stages. Recompute if inverse_scale s > kMaxInverseScale. At this limit a stage makes an error of z = h
+//   scale of at most 0.04 kMaxInverseScale < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four
+//   stages. float32 itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
+//   It is exceeded only if max|x| max|weight| s > 2^26 kMaxInverseScale = 2^7. Inputs of order 1 stay far below. 12-bit
 //   pixels that are not normalized can exceed it; they are correct, but slow.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
-constexpr float kUnscaleLimit = 1.0f / (1 << 19);
+constexpr float kMaxInverseScale = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
-    const Arguments& p, const Tile& tile, const Shared& shared, float unscale, ThreadTile& conv) {
+    const Arguments& p, const Tile& tile, const Shared& shared, float inverse_scale, ThreadTile& conv) {
     constexpr bool kIsInputGradient = DIRECTION == kInputGradient;
     const ThreadOrigin origin(p);
     float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: no fmaf waits for the one before it
@@ -781,7 +783,7 @@ __device__ __forceinline__ void recompute_in_float(
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
             const float scale = fmaxf(fabsf(shared.parameters[origin.channel + o * kChannelStride].scale), 1.0f);
-            usable &= unscale * scale <= kUnscaleLimit;
+            usable &= inverse_scale * scale <= kMaxInverseScale;
         }
     }
     if (usable) return;
@@ -815,20 +817,21 @@ __device__ __forceinline__ void recompute_in_float(
         }
     }
 }
-// By a block, between two __syncthreads: conv += the convolution of the stage's input channels, from `first_in` on.
+// By a block, between two __syncthreads: conv += the convolution of the stage's input channels, from `first_in_channel`
+// on.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* stage_x, const float* weights,
-    const Shared& shared, int first_in, float unscale, ThreadTile& conv) {
+    const Shared& shared, int first_in_channel, float inverse_scale, ThreadTile& conv) {
     const ThreadOrigin origin(p);
     if constexpr (kTensorCores) {
         const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, uint4s_per_set = k_steps * kPieces<T> * 32;
         const auto* const warp_weights = reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_set;
         const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(stage_x)) + origin.row * kPitch * 16;
-        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, unscale, conv);
+        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, inverse_scale, conv);
     } else {
         const float* const thread_x = stage_x + origin.row * kPitch + origin.column;
         const float* const thread_weights = weights + origin.channel;
-        const int channels = channels_of_stage(p, first_in);
+        const int channels = channels_of_stage(p, first_in_channel);
         if constexpr (DIRECTION == kInputGradient) {
             // dh often has 32 channels or more. 32 channels make 288 products. One running sum of them has twice the
             // rounding error of summing each stage by itself and then adding the stages' sums. (The forward of up to
@@ -914,12 +917,12 @@ __device__ __forceinline__ double2 sums_of_warps(const Arguments& p, const Tile&
 }
 
 __device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int group_tile) {
-    return p.partials + ((int64_t(sample) * p.groups + group) * p.max_group_tiles + group_tile) * p.pixel_tiles;
+    return p.group_sums + ((int64_t(sample) * p.groups + group) * p.max_group_tiles + group_tile) * p.pixel_tiles;
 }
-enum ParameterGradient { kDBeta, kDGamma, kDBias, kDScale };  // of a channel, in the order of grad_partials
-__device__ __forceinline__ double& grad_partial(const Arguments& p, const Tile& tile, ParameterGradient of, int c) {
+enum ParameterGradient { kDBeta, kDGamma, kDBias, kDScale };  // of a channel, in the order of parameter_sums
+__device__ __forceinline__ double& parameter_sum(const Arguments& p, const Tile& tile, ParameterGradient of, int c) {
     const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
-    return p.grad_partials[(row * 4 + of) * p.out_channels + tile.first_channel + c];
+    return p.parameter_sums[(row * 4 + of) * p.out_channels + tile.first_channel + c];
 }
 
 // By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
@@ -933,8 +936,8 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
             const Statistics statistics = p.statistics[group];
             const double gamma = shared.parameters[lane].gamma;
             totals.y = (totals.y - statistics.mean_lo * totals.x) * statistics.rstd;  // of g times the normalized v
-            grad_partial(p, tile, kDBeta, lane) = totals.x;
-            grad_partial(p, tile, kDGamma, lane) = totals.y;
+            parameter_sum(p, tile, kDBeta, lane) = totals.x;
+            parameter_sum(p, tile, kDGamma, lane) = totals.y;
             totals = {gamma * totals.x, gamma * totals.y};
         }
         shared.channel_totals[lane] = totals;
@@ -971,21 +974,21 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
     }
 }
 
-// By a block, a warp per group of the tile: adds up the group's published sums, and computes its channels' Epilogues
-// from their means. The forward also writes the group's Statistics. Every tile reads all sums of its groups. These
-// reads grow with the square of a sample's pixel tiles, which is why `fits`, in Python, limits them.
+// By a block, a warp per group of the tile: adds up the group's published sums, and from their means computes its
+// channels' OutputCoefficients. The forward also writes the group's Statistics. Every tile reads all sums of its
+// groups. These reads grow with the square of a sample's pixel tiles, which is why `fits`, in Python, limits them.
 template <Direction DIRECTION>
-__device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& tile, Shared& shared) {
+__device__ __forceinline__ void compute_coefficients(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_channels, p.out_channels);
     for (int group = tile.group + read_thread() / 32; true; group += kWarps) {
         const int first_channel = group * p.group_channels, last_channel = first_channel + p.group_channels - 1;
         if (first_channel >= end) return;
-        const double2* const partials = partials_of(p, tile.sample, group, 0);
+        const double2* const group_sums = partials_of(p, tile.sample, group, 0);
         double2 totals = {};
         const int group_tiles = (last_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2) + 1;
 #pragma unroll 4
         for (int i = lane; i < group_tiles * p.pixel_tiles; i += 32) {
-            const double2 partial = __ldcg(partials + i);
+            const double2 partial = __ldcg(group_sums + i);
             totals = {totals.x + partial.x, totals.y + partial.y};
         }
         for (int distance = 16; distance > 0; distance /= 2) {
@@ -1008,16 +1011,16 @@ __device__ __forceinline__ void make_epilogues(const Arguments& p, const Tile& t
         for (int out_channel = max(first_channel, tile.first_channel) + lane; out_channel <= min(last_channel, end - 1);
             out_channel += 32) {
             const ChannelParameters parameters = shared.parameters[out_channel - tile.first_channel];
-            Epilogue& epilogue = shared.epilogues[out_channel - tile.first_channel];
+            OutputCoefficients& coefficients = shared.coefficients[out_channel - tile.first_channel];
             if (DIRECTION == kBackward) {
                 const double v_factor = mean_of_second * statistics.rstd;
                 const float shift = float(mean_of_first - statistics.mean_lo * v_factor);
-                epilogue = {statistics.mean, parameters.gamma, shift, float(v_factor), statistics.rstd};
+                coefficients = {statistics.mean, parameters.gamma, shift, float(v_factor), statistics.rstd};
             } else {
                 const float factor = parameters.gamma * statistics.rstd;
                 // An infinite gamma rstd gives NaN, as in ATen.
                 const float shift = isfinite(factor) ? parameters.beta - statistics.mean_lo * factor : NAN;
-                epilogue = {statistics.mean, factor, shift};
+                coefficients = {statistics.mean, factor, shift};
             }
         }
     }
@@ -1102,10 +1105,10 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
         for (int i = 0; i < kThreadValues / kThreadRows; i += 2) {
             const int o = i / (2 * kPairs), pair = i / 2 % kPairs, pixel = r * 2 * kPairs + pair * 2;
             const int c = map.channel + o * kChannelStride;
-            const Epilogue epilogue = shared.epilogues[c];
+            const OutputCoefficients coefficients = shared.coefficients[c];
             float* const buffered = row_buffer + (c - warp_first_channel) * kRowBufferPitch + pair * 8 + lane % 4 * 2;
             *reinterpret_cast<float2*>(buffered) =
-                make_float2(normalize(values[o][pixel], epilogue), normalize(values[o][pixel + 1], epilogue));
+                make_float2(normalize(values[o][pixel], coefficients), normalize(values[o][pixel + 1], coefficients));
         }
         __syncwarp();
         float2 pairs[16 / kChannelsAtOnce];
@@ -1138,9 +1141,9 @@ __device__ __forceinline__ void write_output(
     } else {
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
-            const Epilogue epilogue = shared.epilogues[map.channel + o * kChannelStride];
+            const OutputCoefficients coefficients = shared.coefficients[map.channel + o * kChannelStride];
 #pragma unroll
-            for (int i = 0; i < kThreadPixels; ++i) values[o][i] = normalize(values[o][i], epilogue);
+            for (int i = 0; i < kThreadPixels; ++i) values[o][i] = normalize(values[o][i], coefficients);
 #pragma unroll
             for (int i = 0; i < kThreadPixels; i += kChunkPixels) {
                 store_pixels(static_cast<T*>(p.out), map, o, i, reinterpret_cast<Chunk&>(values[o][i]));
@@ -1190,17 +1193,17 @@ __device__ __forceinline__ void write_dh(
         const int o = i / kThreadPixels, begin = i % kThreadPixels, c = map.channel + o * kChannelStride;
         Chunk g, dh;
         load_pixels(static_cast<const T*>(p.g), map, o, begin, g);
-        const Epilogue epilogue = shared.epilogues[c];
+        const OutputCoefficients coefficients = shared.coefficients[c];
         const float scale = shared.parameters[c].scale;
 #pragma unroll
         for (int k = 0; k < kChunkPixels; ++k) {
             const float h_value = h[o][begin + k], z = h_value * scale;
-            const float mean_terms = fmaf(activation(z) - epilogue.mean, epilogue.v_factor, epilogue.shift);
-            const float dv_over_rstd = fmaf(epilogue.factor, g[k], -mean_terms);
+            const float mean_terms = fmaf(activation(z) - coefficients.mean, coefficients.v_factor, coefficients.shift);
+            const float dv_over_rstd = fmaf(coefficients.factor, g[k], -mean_terms);
             const float dz_over_rstd = map.valid_mask >> (begin + k) & 1 ? dv_over_rstd * activation_gradient(z) : 0.0f;
             sums[o].sum += dz_over_rstd;
             sums[kThreadChannels + o].sum = fmaf(dz_over_rstd, h_value, sums[kThreadChannels + o].sum);
-            dh[k] = dz_over_rstd * epilogue.rstd * scale;
+            dh[k] = dz_over_rstd * coefficients.rstd * scale;
         }
         with_dh<T>(p, [&](auto* to) { store_pixels(to, map, o, begin, dh); });
         __syncwarp();  // as in sum_gradients
@@ -1213,9 +1216,9 @@ __device__ __forceinline__ void write_bias_scale_partials(const Arguments& p, co
     const int lane = read_thread();
     if (lane >= min(p.tile_channels, p.out_channels - tile.first_channel)) return;
     const double2 totals = sums_of_warps(p, tile, shared, lane);
-    const double rstd = shared.epilogues[lane].rstd, scale = shared.parameters[lane].scale;
-    grad_partial(p, tile, kDBias, lane) = totals.x * rstd * scale;
-    grad_partial(p, tile, kDScale, lane) = totals.y * rstd;
+    const double rstd = shared.coefficients[lane].rstd, scale = shared.parameters[lane].scale;
+    parameter_sum(p, tile, kDBias, lane) = totals.x * rstd * scale;
+    parameter_sum(p, tile, kDScale, lane) = totals.y * rstd;
 }
 
 // By a thread, in place of a convolution: loads its values of conv(x).
@@ -1270,7 +1273,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         shared.tap_offsets[read_thread()] = (tap / p.kernel_size * kPitch + tap % p.kernel_size) * 16;
     }
     if (read_thread() < kMaxTileChannels) {  // also channels that do not exist: their values are computed, but not used
-        shared.epilogues[read_thread()] = {0, 1, 0};  // so in the gradient of x the output is `values`
+        shared.coefficients[read_thread()] = {0, 1, 0};  // so in the gradient of x the output is `values`
         shared.parameters[read_thread()] = {};
     }
     __syncthreads();
@@ -1286,33 +1289,35 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         const Tile& tile = shared.tiles[current];
         Tile& next = shared.tiles[current ^ 1];
         ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
-        float largest_unscale = 0;  // of the tile's stages
+        float largest_inverse_scale = 0;  // of the tile's stages
         const bool loads_weights = !p.keeps_weights || tile.number == int(blockIdx.x);
         if (!p.keeps_weights) __syncthreads();  // other warps may still read the previous tile's parameters
         if (loads_weights && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
-        for (int first_in = 0; first_in < p.in_channels; first_in += p.stage_channels) {
-            const int stage = first_in / p.stage_channels, next_in = first_in + p.stage_channels;
+        for (int first_in_channel = 0; first_in_channel < p.in_channels; first_in_channel += p.stage_channels) {
+            const int stage = first_in_channel / p.stage_channels,
+                      next_in_channel = first_in_channel + p.stage_channels;
             const int slot = p.keeps_weights ? stage : 0;  // where shared memory has the stage's weights
             float* const stage_weights = weights + slot * p.weight_floats;
             if (stage > 0) __syncthreads();  // warps may still read what is overwritten now
-            if (stage > 0 && !kConvertsX) copy_x<T>(p, tile, first_in, copied_x);
+            if (stage > 0 && !kConvertsX) copy_x<T>(p, tile, first_in_channel, copied_x);
             if (loads_weights) {
-                shared.weight_unscales[slot] =
-                    load_weights<T, DIRECTION>(p, tile.first_channel, first_in, stage_weights, shared);
+                shared.weight_inverse_scales[slot] =
+                    load_weights<T, DIRECTION>(p, tile.first_channel, first_in_channel, stage_weights, shared);
                 if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            const float unscale = shared.weight_unscales[slot] * convert_x<T>(p, first_in, copied_x, stage_x, shared);
-            largest_unscale = fmaxf(largest_unscale, unscale);
-            if (next_in < p.in_channels && kConvertsX) copy_x<T>(p, tile, next_in, copied_x);
+            const float inverse_scale =
+                shared.weight_inverse_scales[slot] * convert_x<T>(p, first_in_channel, copied_x, stage_x, shared);
+            largest_inverse_scale = fmaxf(largest_inverse_scale, inverse_scale);
+            if (next_in_channel < p.in_channels && kConvertsX) copy_x<T>(p, tile, next_in_channel, copied_x);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in, unscale, values);
+            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in_channel, inverse_scale, values);
         }
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.stages == 0) {
             load_convolved<T>(p, tile, values);
             __syncthreads();  // for the parameters
         } else if constexpr (kTensorCores || DIRECTION == kInputGradient) {
-            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unscale, values);
+            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_inverse_scale, values);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
@@ -1332,7 +1337,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         if (p.mode == kSumsOnly) continue;
         if (p.mode == kFused && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
-        make_epilogues<DIRECTION>(p, tile, shared);
+        compute_coefficients<DIRECTION>(p, tile, shared);
         __syncthreads();
         if (DIRECTION == kBackward) {
             write_dh<T>(p, values, OutputMap(p, tile), shared);
@@ -1372,11 +1377,11 @@ static Arguments plan(const int64_t* sizes, int direction) {
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kCounterStride * sizeof(unsigned); }
 
-// Computes the bytes of the workspace (`counters`, `partials`) and the rows of grad_partials.
-extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64_t* partial_rows) {
+// Computes the bytes of the workspace (`counters`, `group_sums`) and the rows of parameter_sums.
+extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64_t* parameter_sum_rows) {
     const Arguments p = plan(sizes, kForward);
-    *partial_rows = int64_t(p.samples) * p.pixel_tiles;
-    *bytes = counter_bytes(p) + *partial_rows * p.groups * p.max_group_tiles * int64_t(sizeof(double2));
+    *parameter_sum_rows = int64_t(p.samples) * p.pixel_tiles;
+    *bytes = counter_bytes(p) + *parameter_sum_rows * p.groups * p.max_group_tiles * int64_t(sizeof(double2));
 }
 
 #define RETURN_ERROR_OF(call) \
@@ -1445,7 +1450,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
 }
 
 // pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out. In the backward: dh in place of
-// out, then g and grad_partials. For the gradient of x: dh, weight, seven that are unused, dx; and `sizes` has dh's
+// out, then g and parameter_sums. For the gradient of x: dh, weight, seven that are unused, dx; and `sizes` has dh's
 // sizes in place of x's, and x's channels as out_channels. Returns a cudaError_t.
 extern "C" int conv_launch(
     void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream) {
@@ -1454,12 +1459,12 @@ extern "C" int conv_launch(
     for (int i = 0; i < 7; ++i) *inputs[i] = pointers[i];
     p.statistics = static_cast<Statistics*>(pointers[7]);
     p.counters = static_cast<unsigned*>(pointers[8]);
-    p.partials = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
+    p.group_sums = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
     p.out = pointers[9];
     p.eps = float(eps);
     if (direction == kBackward) {
         p.g = pointers[10];
-        p.grad_partials = static_cast<double*>(pointers[11]);
+        p.parameter_sums = static_cast<double*>(pointers[11]);
     }
     const auto launch_as = [&](auto type_tag) {
         using T = decltype(type_tag);
@@ -1835,7 +1840,7 @@ Gradients backward_meta(const Tensor& grad, const Tensor& x, at::TensorList para
 
 #ifdef WITH_CUDA
 enum { kForward, kBackward, kInputGradient };  // the directions in CUDA_SOURCE
-extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64_t* partial_rows);
+extern "C" void conv_workspace_sizes(const int64_t* sizes, int64_t* bytes, int64_t* parameter_sum_rows);
 extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, int direction, cudaStream_t stream);
 
 // A contiguous tensor whose address is a multiple of 16 bytes; that of a slice may not be.
@@ -1851,28 +1856,28 @@ void check_launch(int error) {
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
 
-// Launches the forward, or the backward if `grad` is defined; the backward returns its grad_partials. `out` is the
+// Launches the forward, or the backward if `grad` is defined; the backward returns its parameter_sums. `out` is the
 // output or dh.
 Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
     const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
     const int64_t sizes[] = {x.size(0), weight.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
         weight.size(2), dtype_code(x.scalar_type()), dtype_code(out.scalar_type())};
-    int64_t bytes, partial_rows;
-    conv_workspace_sizes(sizes, &bytes, &partial_rows);
+    int64_t bytes, parameter_sum_rows;
+    conv_workspace_sizes(sizes, &bytes, &parameter_sum_rows);
     std::vector<Tensor> arguments = {aligned(x)};
     for (const Tensor& t : parameters) arguments.push_back(t.contiguous());
     arguments.insert(arguments.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
-    Tensor grad_partials;
+    Tensor parameter_sums;
     if (grad.defined()) {
-        grad_partials = at::empty({partial_rows, 4, weight.size(0)}, x.options().dtype(at::kDouble));
-        arguments.insert(arguments.end(), {aligned(grad), grad_partials});
+        parameter_sums = at::empty({parameter_sum_rows, 4, weight.size(0)}, x.options().dtype(at::kDouble));
+        arguments.insert(arguments.end(), {aligned(grad), parameter_sums});
     }
     std::vector<void*> pointers;
     for (const Tensor& t : arguments) pointers.push_back(t.data_ptr());
     check_launch(conv_launch(
         pointers.data(), sizes, eps, grad.defined() ? kBackward : kForward, c10::cuda::getCurrentCUDAStream()));
-    return grad_partials;
+    return parameter_sums;
 }
 Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
