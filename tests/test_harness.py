@@ -302,7 +302,7 @@ def test_a_failed_build_is_known_and_another_error_at_import_is_wrong(how, judge
 def test_a_wrong_answer_is_told_by_place_value_and_request(judge):
     """Not as one that only memory full of NaN shows, though that is asked before."""
     (run,) = judge(source("no_affine_parameters"))
-    place = r"output\[\d+, \d+\] is \S+, the Model's is \S+; \d+ of \d+ elements are not close to the Model's \(allowed "
+    place = r"output\[\d+, \d+\] is \S+, the Model's is \S+; \d+ of \d+ elements are not close to the Model's \("
     whose = "(batch 32, seed 0 of inputs and of new weights and buffers)"
     assert re.match(place, run.reasons[0]) and run.reasons[0].endswith(whose), run.reasons
     new, eager = torch.tensor([[1, 1], [1, 9]]), torch.ones(2, 2)
