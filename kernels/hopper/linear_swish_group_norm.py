@@ -123,7 +123,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // A tile is kTileRows x kTileColumns of the output. `multiply` runs at most one block on each multiprocessor. Block i
 // computes tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one slice of each row
-// of x and of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
+// of x and of W that the tile needs. Slot t holds 64 x 64 sums over all of K, in float32 still scaled. The signals are
+// mbarriers:
 //
 //     warpgroup   role        waits for       does                                                      signals
 //     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
@@ -259,7 +260,7 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
     to[0] = hi;
     if (Scheme::kPieces == 2) to[kSliceK / COUNT] = lo;
 }
-// Of a row of x or W. A scaled sum, times the inverse scales of its row of x and of its row of W, is a value of x W^T,
+// The scale of one row of x or W. A scaled sum, times the inverse scales of its rows of x and W, is a value of x W^T,
 // without the bias. It is recomputed if its magnitude is below both rows' thresholds added up (see Thresholds).
 struct RowScale {
     float inverse_scale, threshold;
@@ -277,14 +278,14 @@ struct Operand {
     int64_t rows;
     int length;  // of a row
     RowScale* scales;  // Forward: row i's largest value gives its scale. split_rows writes scales[i].
-    // Backward, where scales is null: the exponent of row i is load_min_exponent(min_exponent) - exponents[i] (see
+    // Backward, where scales is null: the exponent of row i is load_min_exponent(min_exponent_word) - exponents[i] (see
     // "From G" below). It is lowered if the row's largest value would otherwise reach 2^15. That happens only to row i
     // of x where all finite values of G's row i are 0. The products are then 0 or not finite, whatever the scale.
-    const int *min_exponent, *exponents;
+    const int *min_exponent_word, *exponents;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int own_exponent = scale_exponent(largest);
         if (scales != nullptr) return own_exponent;
-        return max(min(load_min_exponent(min_exponent) - exponents[row], own_exponent), -kLargestExponent);
+        return max(min(load_min_exponent(min_exponent_word) - exponents[row], own_exponent), -kLargestExponent);
     }
 };
 constexpr int kSplitThreads = 256;
@@ -654,7 +655,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
     keep_below_wait(lower);
 }
 // Sets a thread's sums of 64 rows to the bias of a tile's 128 columns. `column` is the first of these. n is even.
-template <typename T> __device__ __forceinline__ void load_bias(const T* bias, int column, int n, float (&sums)[64]) {
+template <typename T> __device__ __forceinline__ void load_linear_bias(
+    const T* bias, int column, int n, float (&sums)[64]) {
 #pragma unroll
     for (int octet = 0; octet < 16; ++octet) {  // of columns: see slot_swizzle
         const int own_column = min(column + 8 * octet + int(threadIdx.x) % 4 * 2, n - 2);
@@ -674,7 +676,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
     slot_ring.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         if constexpr (sizeof(typename Scheme::SlotValue) == 2) {
-            load_bias(epilogue.linear_bias, tiles.start_of(tile).column, epilogue.n, sums);
+            load_linear_bias(epilogue.linear_bias, tiles.start_of(tile).column, epilogue.n, sums);
             for (int i = 0; i < 64; ++i) lower_or_accumulators[i] = sums[i];
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, slices, a, b, sums, lower_or_accumulators);
@@ -982,11 +984,11 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Thresholds), and the largest is
 // 2^14 or more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one
 // scale for W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is scaled by up to 2^12
-// more: it keeps at least 4 of these up to e = 24. G's column j is divided by the same factor and keeps at least 16 -
-// 12 = 4. So for e up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature whose
-// weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times with
-// them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all of dW: a row of dW
-// that is small beside the others may be inexact. So the backward uses no thresholds, and recomputes nothing.
+// more: it keeps at least 4 powers of two up to e = 24. G's column j is divided by the same factor and keeps at least
+// 16 - 12 = 4. So for e up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature
+// whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times
+// with them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all of dW: a row
+// of dW that is small beside the others may be inexact. So the backward uses no thresholds, and recomputes nothing.
 //
 //     largest of W's row j / largest of W:           1         2^-12     2^-24     2^-28 (a value in the row of 2^-24)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
@@ -1017,9 +1019,9 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
         for (int offset = 0; offset < kSliceNumbers; offset += kSliceK) hi[offset] = __hmul(hi[offset], factor);
     }
 }
-// The kernels that make G hold a row of it in a block's registers: a thread has kThreadColumns neighbouring columns.
-// With the largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two, that
-// cover the row, so that a multiprocessor has many blocks if rows are short.
+// A block of the kernel that computes G holds a row of it in registers: a thread has kThreadColumns neighbouring
+// columns. With the largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two,
+// that cover the row, so that a multiprocessor has many blocks if rows are short.
 constexpr int kThreadColumns = 16;
 constexpr int kMaxRowThreads = 512;
 static int row_threads(int64_t n) {
@@ -1072,9 +1074,9 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
     atomic_min_exponent(
         split_g.min_exponent_x, largest > 0 ? exponent + split_g.scales[n + row].exponent() : kLargestExponent);
 }
-// The epilogue of dX and of dW: multiplies row i by 2^-(load_min_exponent(min_exponent) + exponents[i]).
+// The epilogue of dX and of dW: multiplies row i by 2^-(load_min_exponent(min_exponent_word) + exponents[i]).
 struct StoreGradient {
-    const int *min_exponent, *exponents;
+    const int *min_exponent_word, *exponents;
     float* out;
     int m, n;
     struct Loaded {
@@ -1083,7 +1085,7 @@ struct StoreGradient {
     __device__ __forceinline__ Loaded load(const Position& lane_start) const {
         Loaded loaded;
         for (int r = 0; r < 4; ++r) {
-            const int exponent = -load_min_exponent(min_exponent) - exponents[min(lane_start.row + 4 * r, m - 1)];
+            const int exponent = -load_min_exponent(min_exponent_word) - exponents[min(lane_start.row + 4 * r, m - 1)];
             loaded.factor[r] = power_of_two(exponent / 2);
             loaded.other_factor[r] = power_of_two(exponent - exponent / 2);
         }
@@ -1103,12 +1105,12 @@ template <class Scheme> static cudaError_t launch_dx_or_dw(bool is_dw, const flo
     int64_t m, int64_t n, int64_t k, const SplitGradient& split_g, cudaStream_t stream) {
     const int64_t terms = is_dw ? m : n;
     Operand b_operand = {other, pieces, terms, int(k)};
-    b_operand.min_exponent = is_dw ? split_g.min_exponent_x : split_g.min_exponent_w;
+    b_operand.min_exponent_word = is_dw ? split_g.min_exponent_x : split_g.min_exponent_w;
     b_operand.exponents = is_dw ? split_g.row_exponents : split_g.column_exponents;
     const cudaError_t error = launch_split<Scheme>(b_operand, {}, stream);
     if (error != cudaSuccess) return error;
     const int* const exponents = is_dw ? split_g.column_exponents : split_g.row_exponents;  // dW = G^T x
-    const StoreGradient epilogue = {b_operand.min_exponent, exponents, out, int(is_dw ? n : m), int(k)};
+    const StoreGradient epilogue = {b_operand.min_exponent_word, exponents, out, int(is_dw ? n : m), int(k)};
     const Matrix a = matrix_of_pieces<Scheme>(split_g.pieces, m, n);
     const Matrix b = matrix_of_pieces<Scheme>(pieces, terms, k);
     return is_dw ? launch_multiply<true, true, Scheme>(a, b, terms, epilogue, stream)
@@ -1168,9 +1170,10 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     // A Newton step halves that. Not for 0 and infinity, where it would compute 0 * infinity.
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v. Normalised,
-// these are then v * rstd + shift, where shift makes up for the rounding of the mean. (For 16-bit types shift is 0,
-// which saves 2% of the forward: eager rounds v to 8 or 11 bits, beside which a float32 mean is exact.)
+// Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v, and finds
+// rstd. Normalised, these are then v * rstd + shift, where shift makes up for the rounding of the mean. (For 16-bit
+// types shift is 0, which saves 2% of the forward: eager rounds v to 8 or 11 bits, beside which a float32 mean is
+// exact.)
 template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
     const float inverse_n = 1.0f / (lanes * COUNT);  // a factor of each term: the bare sum of large values may overflow
