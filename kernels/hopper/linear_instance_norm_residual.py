@@ -123,8 +123,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // A tile is kTileRows x kTileColumns of the output. `multiply` runs at most one block on each multiprocessor. Block i
 // computes tiles i, i + gridDim.x, i + 2 gridDim.x and so on. In its shared memory, stage s holds one slice of each row
-// of x and of W that the tile needs. Slot t holds 64 x 64 sums over all of K, in float32 still scaled. The signals are
-// mbarriers:
+// of x and of W that the tile needs. Slot t holds 64 x 64 sums over all of K, still scaled. The signals are mbarriers:
 //
 //     warpgroup   role        waits for       does                                                      signals
 //     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
