@@ -112,9 +112,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
-//           copy its x to shared memory (one stage ahead, if kConvertsX)                   (copy_x)
+//           copy its x to shared memory (a stage ahead, but for FMA in float32)            (copy_x)
 //           load its weights to shared memory (if they stay there: for the first tile)     (load_weights)
-//           wait for x and, if kConvertsX, convert it                                      (convert_x)
+//           wait for x and, but for FMA in float32, convert it                             (convert_x)
 //           values += the stage's products, in registers                                   (convolve_stage)
 //       with tensor cores, or for dx: convolve again what is not finite or accurate        (recompute_in_float)
 //       add the biases and, in the forward, compute v                                      (add_bias_and_activate)
@@ -125,20 +125,20 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //       add up all published sums of the tile's groups                                     (compute_coefficients)
 //       compute the output from the values in registers, and write it                      (write_output, write_dh)
 //
-// The gradient of x has no sums, and does not wait. The backward reads g twice, before and after the wait; h (in the
-// forward v) stays in registers. In each launch a block reads each tile's x once, with the border that the convolution
-// needs (recompute_in_float reads it again), and writes the tile's output once. Tiles of other output channels read the
-// same x.
+// The gradient of x has no sums, and does not wait. The backward reads g, the gradient of out, twice, before and after
+// the wait; h (in the forward v) stays in registers. In each launch a block reads each tile's x once, with the border
+// that the convolution needs (recompute_in_float reads it again), and writes the tile's output once. Tiles of other
+// output channels read the same x.
 //
 //                forward                                        backward                                  gradient of x
 //   registers    h = conv(x) + both biases, v = activation(z)   h = conv(x) + both biases                 dx = conv(dh)
 //   published    sums of v, v^2                                 sums of gamma g, gamma g (v - mean) rstd  nothing
 //   output       out = (v - mean) rstd gamma + beta             dh; dbeta, dgamma, dbias, dscale          dx
 //
-// The biases are the convolution's and the network's, z = h scale, and g is the gradient of out. dx, dh, dv, dz are
-// the gradients of x, h, v, z, and W is the convolution's weights. dx is a convolution too. Its input is dh with zeros
-// around it. Its weights are W, rotated by 180 degrees, with input and output channels exchanged. So in that direction
-// the code's `x` is dh, and its `out_channels` are x's channels.
+// The biases are the convolution's and the network's, z = h scale, and W is the convolution's weights. dx, dh, dv, dz
+// are the gradients of x, h, v, z. dx is a convolution too. Its input is dh, with zeros around it. Its weights are W,
+// rotated by 180 degrees, with input and output channels exchanged. So in that direction the code's `x` is dh, and its
+// `out_channels` are x's channels.
 //
 // If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of conv(x), which
 // PyTorch has computed. `_convolves`, in Python, decides so for W neither 3x3 nor 1x1, or of many input channels.
