@@ -638,12 +638,12 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 
 // ---- The groups of linear_swish_group_norm ----
 
-// The activation and its derivative. To use another, change both, finish_group_cpu in C++, in Python _finish_plainly
-// and the lines for torch.jit.script in ModelNew.forward, the Model, and hopper/'s counterparts. Importing this file
-// compares finish_group_cpu with _finish_plainly; harness.py finds the rest. The activation's error must be small
-// relative to its value, since a group of small values is divided by its small spread. For large finite |h| the slope
-// must equal its limit (0 or 1). Two traps: where the sigmoid is near 0, a large h magnifies its absolute error; and an
-// exp that overflows makes 0 * infinity, NaN. (So Mish must clamp h, in exp, in the slope's factor, and on the CPU.)
+// The activation and its derivative. To use another, change both, finish_group_cpu in C++, _swish_and_bias in Python,
+// the Model, and hopper/'s counterparts. Importing this file compares finish_group_cpu with _swish_and_bias. harness.py
+// compares both with the Model and, on a GPU, the two functions below. The activation's error must be small relative to
+// its value, since a group of small values is divided by its small spread. For large finite |h| the slope must equal
+// its limit (0 or 1). Two traps: where the sigmoid is near 0, a large h magnifies its absolute error; and an exp that
+// overflows makes 0 * infinity, NaN. (So Mish must clamp h, in exp, in the slope's factor, and on the CPU.)
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -1384,11 +1384,13 @@ def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
     return _is_layer(linear, x) and (_is_exporting() or x.shape[0] >= 32)
 
 
+def _swish_and_bias(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(h) * h + bias
+
+
 def _finish_plainly(norm, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """What follows the linear layer, in the Model's lines."""
-    h = torch.sigmoid(h) * h
-    h = h + bias
-    return norm(h)
+    """What follows the linear layer, by the Model's operators."""
+    return norm(_swish_and_bias(h, bias))
 
 
 def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
@@ -1396,12 +1398,12 @@ def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch
 
 
 def _check_finish_group_cpu() -> None:
-    """Raise an error unless finish_group_cpu computes what _finish_plainly does, of NaN, too."""
+    """Raise an error unless finish_group_cpu computes what _swish_and_bias does, of NaN, too."""
     h = torch.linspace(-9, 9, 128, dtype=torch.float32, device="cpu").view(2, 64)
     h[0, 0] = torch.nan
     arguments = h, h.new_zeros(64), h.new_ones(64), h.new_zeros(64), 1, 1e-5
     if not torch.allclose(_operators.finish(*arguments), _finish_functionally(*arguments), atol=1e-3, equal_nan=True):
-        raise RuntimeError("finish_group_cpu and _finish_plainly compute different functions: edit both")
+        raise RuntimeError("finish_group_cpu and _swish_and_bias compute different functions: edit both")
 
 
 with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the file is imported among fake tensors
@@ -1483,10 +1485,7 @@ class ModelNew(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting():
             return self._run(x)
-        h = self.matmul(x)  # torch.jit.script compiles these, the Model's lines, alone
-        h = torch.sigmoid(h) * h
-        h = h + self.bias
-        return self.group_norm(h)
+        return self.group_norm(_swish_and_bias(self.matmul(x), self.bias))  # all that torch.jit.script compiles
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias

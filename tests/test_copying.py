@@ -87,7 +87,7 @@ def test_an_activation_that_is_forgotten_in_cpp_is_told_of(tmp_path):
     text = source("linear_swish_group_norm")
     (tmp_path / "edited.py").write_text(text.replace("torch.sigmoid(h) * h", "nn.functional.mish(h)", 1))
     _, _, err = finish(start_python('sys.path.insert(0, "")\nimport edited', cwd=tmp_path))
-    assert "finish_group_cpu and _finish_plainly compute different functions" in err, err
+    assert "finish_group_cpu and _swish_and_bias compute different functions" in err, err
 
 
 @stems

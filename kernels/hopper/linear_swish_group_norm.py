@@ -1131,13 +1131,12 @@ template <typename T> __device__ __forceinline__ void load_columns(const T* from
         for (int j = 0; j < kValuesPer16Bytes<T>; ++j) v[i + j] = to_float(pack.value[j]);
     }
 }
-// The activation stands in six places. To use another, change them all:
+// The activation stands in five places. To use another, change them all:
 //     activation            the forward of float32, and the backward of all types
 //     forward_activation    the forward of 16-bit types; it may simply return activation(h)
 //     activation_slope      the derivative of activation, for the backward
 //     differentiate_plainly in C++, for derivatives of derivatives
-//     _finish_plainly       in Python, the plain path
-//     ModelNew.forward      in Python, the lines for torch.jit.script
+//     _swish_and_bias       in Python, the plain path
 // Two requirements. In float32 the activation's error must be small beside its value, because normalisation divides by
 // the group's spread, which may be as small as v. And activation_slope must be finite for every finite h, because the
 // gradient may be 0 there and 0 * infinity is NaN.
@@ -1882,11 +1881,8 @@ NAMESPACE = _load("hopper_linear_swish_group_norm", "90a") if _HOPPERS else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
-def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Tensor:
-    """What follows the linear layer, in the Model's lines."""
-    h = torch.sigmoid(h) * h
-    h = h + bias
-    return group_norm(h)
+def _swish_and_bias(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(h) * h + bias
 
 
 def _fits(tensors: tuple, groups: int) -> bool:
@@ -1919,10 +1915,7 @@ class ModelNew(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.jit.is_scripting():
             return self._run(x)
-        h = self.matmul(x)  # torch.jit.script compiles these, the Model's lines, alone
-        h = torch.sigmoid(h) * h
-        h = h + self.bias
-        return self.group_norm(h)
+        return self.group_norm(_swish_and_bias(self.matmul(x), self.bias))  # all that torch.jit.script compiles
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, _read(self, "bias")
@@ -1931,7 +1924,7 @@ class ModelNew(nn.Module):
             of_linear = (_read(linear, "weight"), _read(linear, "bias"))
             tensors = (x, *of_linear, bias, _read(norm, "weight"), _read(norm, "bias"))
         if tensors is None or not _fits(tensors, norm.num_groups):
-            return _finish_plainly(bias, norm, linear(x))
+            return norm(_swish_and_bias(linear(x), bias))
         settings = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
             return _OPERATORS.differentiable.default(*tensors, *settings)
