@@ -2152,21 +2152,21 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if x.is_cpu:
         return True
-    # The kernel counts channels, pixels and tiles in 32 bits. A tile has 2^14 values.
+    # The kernel counts channels, pixels and tiles in 32 bits.
+    tiles, pixel_tiles = _count_tiles(samples, out_channels, rows, columns)
+    if tiles >= 2**30 or height * width >= 2**31 - 64:
+        return False
+    # Each tile reads the sums of all tiles of its own groups: in huge images of many groups PyTorch is faster. (In a
+    # compiled program, which may be for any size, this would be one more guard.)
+    return torch.compiler.is_compiling() or pixel_tiles * min(groups, 32) ** 2 <= 2**22
+
+
+def _count_tiles(samples: int, out_channels: int, rows: int, columns: int) -> tuple[int, int]:
+    """The tiles of an output on a GPU, each of 2^14 values, and how many of them are side by side in a plane."""
     tile_channels = 16 if out_channels <= 16 else 32
     tile_rows = 512 // tile_channels
     pixel_tiles = ((rows + tile_rows - 1) // tile_rows) * ((columns + 31) // 32)
-    tiles = samples * ((out_channels + tile_channels - 1) // tile_channels) * pixel_tiles
-    if tiles >= 2**30 or height * width >= 2**31 - 64:
-        return False
-    if torch.compiler.is_compiling():  # more guards would restrict a program for any size
-        return True
-    # A tile takes the same time if the output fills only a part of it. Below so many values a tile PyTorch is faster
-    # (measured at random shapes), at 4 x 4 pixels by 10 times. Few tiles take no longer than launching them.
-    least_values = 5000 + 128 * in_channels * _convolves(x, weight)
-    is_mostly_empty = tiles > 512 and samples * out_channels * rows * columns < least_values * tiles
-    # Each tile reads the sums of all tiles of its own groups: in huge images of many groups PyTorch is faster.
-    return not is_mostly_empty and pixel_tiles * min(groups, 32) ** 2 <= 2**22
+    return samples * ((out_channels + tile_channels - 1) // tile_channels) * pixel_tiles, pixel_tiles
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -2244,13 +2244,34 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
     return unchanged and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
 
 
-def _eager_is_faster(tensors: tuple) -> bool:
-    """Whether to skip `fits` on a CPU: in float32 with gradients, which our kernels do not take, or below 128 pixels,
-    where they save less than `fits` takes; in other types if images are too few and small for converting to pay."""
-    x, weight = tensors[0], tensors[1]
-    if type(x) is not torch.Tensor or not x.is_cpu or torch.compiler.is_compiling():  # compiled: C++ decides
+def _fills_few_tiles(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a tile of the output on a GPU would have so few values that PyTorch is faster: at 4 x 4 pixels by 10
+    times. A tile takes as long however few values it has. The limits were measured at random shapes. Up to 512 tiles
+    take no longer than launching them."""
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 4:
         return False
-    if x.dim() != 4 or torch.is_autocast_enabled("cpu"):
+    (samples, _, height, width), (out_channels, in_channels, kernel_height, kernel_width) = x.shape, weight.shape
+    rows, columns = height - kernel_height + 1, width - kernel_width + 1
+    tiles, _ = _count_tiles(samples, out_channels, rows, columns)
+    least_values = 5000 + 128 * in_channels * _convolves(x, weight)
+    return tiles > 512 and samples * out_channels * rows * columns < least_values * tiles
+
+
+def _eager_is_faster(tensors: tuple) -> bool:
+    """Whether to skip `fits`, which takes some time itself.
+
+    On a GPU if the output would fill only a small part of its tiles. On a CPU in float32 with gradients, which our
+    kernels do not take, or below 128 pixels, where they save less than `fits` takes; in other types if images are too
+    few and small for converting to pay.
+    """
+    x, weight = tensors[0], tensors[1]
+    if type(x) is not torch.Tensor or torch.compiler.is_compiling():  # compiled: for any size; on a CPU C++ decides
+        return False
+    if x.dim() != 4:
+        return False
+    if x.is_cuda:
+        return _fills_few_tiles(x, weight)
+    if not x.is_cpu or torch.is_autocast_enabled("cpu"):
         return False
     is_small = x.shape[2] * x.shape[3] < 128
     if x.dtype == torch.float32:

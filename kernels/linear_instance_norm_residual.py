@@ -1263,14 +1263,14 @@ def _in_float32(linear: nn.Module, x: torch.Tensor) -> bool:
     rounding do not average out over so few values: for one row in float16, the error of dX was 70 times eager's. For
     2^22 multiplications the conversions take a few microseconds.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or (x.is_cpu and x.dtype not in _CPU_UPCASTS):
+    if not isinstance(x, torch.Tensor) or x.dtype is torch.float32 or x.dim() != 2 or type(linear) is not nn.Linear:
         return False
-    if not _is_layer(linear, x):
-        return False
-    (m, k), n = x.shape, linear.weight.shape[0]
+    (m, k), n = x.shape, linear.out_features
     if x.is_cpu:
-        return _is_exporting() or m >= 32
-    return (m * k < 64 or n < 64) and m * n * k <= 2**22
+        pays = x.dtype in _CPU_UPCASTS and (_is_exporting() or m >= 32)
+    else:
+        pays = (m * k < 64 or n < 64) and m * n * k <= 2**22
+    return pays and _is_layer(linear, x)  # this test takes the most time, so it comes last
 
 
 def _is_bare(norm: nn.Module) -> bool:
@@ -1301,10 +1301,11 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
 
 def _is_supported(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operators may replace the Model's lines from h on."""
-    if not _is_bare(norm) or not _are_plain_tensors(h, y) or h.dim() != 2 or h.shape != y.shape:
+    if h.dim() != 2 or h.shape[1] % 8 != 0:
         return False
-    n = h.shape[1]
-    return n % 8 == 0 and not (h.is_cpu and n in (8, 16))  # PyTorch is faster there
+    if h.is_cpu and h.shape[1] in (8, 16):  # PyTorch is faster there
+        return False
+    return _is_bare(norm) and _are_plain_tensors(h, y) and h.shape == y.shape
 
 
 def _finish(

@@ -1885,19 +1885,23 @@ def _swish_and_bias(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(h) * h + bias
 
 
-def _fits(tensors: tuple, groups: int) -> bool:
-    """Whether the operator may stand for the Model's lines. `tensors`: x, weight and the four vectors."""
+def _is_large(linear: nn.Module, x: torch.Tensor) -> bool:
+    """Whether linear(x) is a large product, by the layer's attributes. This test takes the least time, so it is first:
+    a small layer's call takes little longer than the Model's."""
+    if type(linear) is not nn.Linear or not isinstance(x, torch.Tensor) or x.dim() != 2:
+        return False
+    return _product_fits(x.shape[0], linear.out_features, linear.in_features, x.element_size())
+
+
+def _fits(linear: nn.Linear, tensors: tuple, groups: int) -> bool:
+    """Whether the operator may stand for the Model's lines, if _is_large. `tensors`: x, weight, four vectors."""
     if not _are_plain_tensors(*tensors):
         return False
     x, weight, *vectors = tensors
-    if x.dim() != 2 or weight.dim() != 2:
+    n, k = linear.out_features, linear.in_features
+    if weight.shape != (n, k) or x.shape[1] != k or n != _GROUP * groups or [v.shape for v in vectors] != [(n,)] * 4:
         return False
-    (m, k), (n, columns) = x.shape, weight.shape
-    if k != columns or n != _GROUP * groups or [v.shape for v in vectors] != [(n,)] * 4:
-        return False
-    if n > 8192 and _is_recorded(*tensors):
-        return False
-    return _product_fits(m, n, k, x.element_size())
+    return n <= 8192 or not _is_recorded(*tensors)
 
 
 class ModelNew(nn.Module):
@@ -1920,10 +1924,10 @@ class ModelNew(nn.Module):
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, _read(self, "bias")
         tensors = None
-        if _is_unchanged(linear, nn.Linear) and _is_unchanged(norm, nn.GroupNorm):
+        if _is_large(linear, x) and _is_unchanged(linear, nn.Linear) and _is_unchanged(norm, nn.GroupNorm):
             of_linear = (_read(linear, "weight"), _read(linear, "bias"))
             tensors = (x, *of_linear, bias, _read(norm, "weight"), _read(norm, "bias"))
-        if tensors is None or not _fits(tensors, norm.num_groups):
+        if tensors is None or not _fits(linear, tensors, norm.num_groups):
             return norm(_swish_and_bias(linear(x), bias))
         settings = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
