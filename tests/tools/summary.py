@@ -123,7 +123,8 @@ def full_table() -> str:
         return [ms(run), times(run, "eager"), times(run, "compile"), floor]
 
     rows = []
-    for name, machine in [(name, machine) for name in FILES for machine in machines_of(name) if "_as_" not in machine]:
+    measured = ((file, machine) for file in FILES for machine in machines_of(file))
+    for name, machine in (one for one in measured if "_as_" not in one[1]):
         runs, as_older = benchmark(name, machine), benchmark(name, f"{machine}_as_8.0")
         for dtype, precision in dict.fromkeys((run["dtype"], run["precision"]) for run in runs):
             forward, training = (find(runs, direction, dtype, precision) for direction in MAIN_DIRECTIONS)
