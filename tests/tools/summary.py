@@ -133,9 +133,9 @@ def full_table() -> str:
             errors = " / ".join(f"{forward['error'][f'{whose}_max']:.1e}" for whose in ("new", "eager"))
             row = [f"`{name}`", f"{MACHINES[machine]}, {dtype}{tf32}", *cells(forward), *cells(training)]
             rows.append([*row, ", ".join(older) if as_older else "-", errors])
-    columns = ["x eager", "x compile", "of the floor"]
-    header = ["file", "measured", "forward, ms", *columns, "+ backward, ms", *columns, "compiled for 8.0, ms"]
-    return markdown([*header, "largest error, new / eager"], rows)
+    columns = ["x eager", "x compile", "floor / time"]
+    header = ["file", "measured", "forward, ms", *columns, "forward + backward, ms", *columns]
+    return markdown([*header, "compiled for 8.0, ms of both", "largest absolute error, forward: new / eager"], rows)
 
 
 def slower_table() -> str:
@@ -151,7 +151,9 @@ def slower_table() -> str:
         if timed:
             span = f"{times(timed[0], baseline)} to {timed[-1]['speedup'][baseline]:.3g}x"
             rows.append([f"`{name}`", baseline, f"{len(slower)} of {len(timed)}", span, "; ".join(said) or "-"])
-    return markdown(["file", "baseline", "rows where it is faster", "ModelNew is", "the three slowest rows"], rows)
+    return markdown(
+        ["file", "baseline", "rows where it is faster", "ModelNew is faster by", "the three slowest rows"], rows
+    )
 
 
 def sample() -> str:
