@@ -84,10 +84,10 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 
-template <int N> __device__ __forceinline__ void more_registers() {
+template <int N> __device__ __forceinline__ void raise_registers_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
-template <int N> __device__ __forceinline__ void fewer_registers() {
+template <int N> __device__ __forceinline__ void lower_registers_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
 
@@ -567,7 +567,7 @@ template <typename T, bool FORWARD>
 __device__ __forceinline__ void produce_x(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* shared_x) {
     using Config = ConvConfig<T, FORWARD>;
-    fewer_registers<Config::kProducerRegisters>();
+    lower_registers_to<Config::kProducerRegisters>();
     constexpr int kStride = 128 * kProducers * Config::kLoadPixels;  // pixels, from a thread's load to its next
     constexpr int kLoads = 4 / Config::kLoadPixels;
     using Load = Pack<T, Config::kLoadPixels>;
@@ -782,7 +782,7 @@ template <typename T, bool FORWARD>
 __device__ __forceinline__ void convolve(const ConvArguments& p, ConvShared& shared, const Band& band,
     const unsigned char* shared_x, float* held, int warp) {
     using Config = ConvConfig<T, FORWARD>;
-    more_registers<Config::kConsumerRegisters>();
+    raise_registers_to<Config::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int quad_lane = threadIdx.x % 4;
     const int c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
@@ -1109,7 +1109,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     } else if (other_warp < 0) {
         produce_x<T, FORWARD>(p, shared, band, dynamic_shared);
     } else {
-        fewer_registers<Config::kOtherRegisters>();
+        lower_registers_to<Config::kOtherRegisters>();
         if constexpr (!FORWARD) write_and_reduce<T>(p, shared, band, held, other_warp);
         else if (other_warp < Config::kWriterWarps) write<T>(p, shared, band, held, other_warp);
         else if (other_warp == Config::kWriterWarps) publish_sums<T>(p, shared);
@@ -1467,7 +1467,7 @@ __device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T
 template <typename T>
 __device__ __forceinline__ void make_dh(
     const BackwardArguments<T>& p, GradShared& shared, const RowBand& band, Fetched<T>& fetched) {
-    fewer_registers<kMakerRegisters>();
+    lower_registers_to<kMakerRegisters>();
     const int first_channel = threadIdx.x / 32 % kRoleWarps * 4;  // of the warp
     const int lane = threadIdx.x % 32;
     const int output_pixels = p.rows * p.columns;
@@ -1658,7 +1658,7 @@ __device__ __forceinline__ void store_grad_x(
 // Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers.
 template <typename T>
 __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradShared& shared, const RowBand& band) {
-    more_registers<kMultiplierRegisters>();
+    raise_registers_to<kMultiplierRegisters>();
     float grad_weights[2][kTaps][4] = {}, grad_x_rows[3][2][4] = {};
     const float grad_x_factor = 1 / shared.grad_x_scale;
     for (int row = band.first_dh_row; row < band.end_row; ++row) {

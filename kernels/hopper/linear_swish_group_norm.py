@@ -52,8 +52,8 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
-// Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) {
+// Arrives, and makes the phase also wait until asynchronous copies have written `bytes` bytes.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
         :
         : "r"(shared_address(bar)), "r"(bytes)
@@ -67,10 +67,10 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
         : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void more_registers() {
+template <int N> __device__ __forceinline__ void raise_registers_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
-template <int N> __device__ __forceinline__ void fewer_registers() {
+template <int N> __device__ __forceinline__ void lower_registers_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
 // Call wgmma_fence before a warpgroup's first wgmma, and again after other code has written its accumulators.
@@ -92,7 +92,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files of this folder. ----
 //
 // K is the dimension that a product sums over, or its length: here the k columns of x (m, k) and W (n, k). "32 of K"
-// are 32 indices. The template parameter `Scheme` names one of two ways to multiply float32, or the one for 16 bits.
+// are 32 indices. There are two ways to multiply float32 and one for 16-bit types. The parameter `Scheme` names one:
 //
 // ThreeProducts: float32, with errors below those of cuBLAS's float32 product. split_rows multiplies each row of x and
 // of W by its scale, the power of two that brings its largest value to [2^14, 2^15). (fp16 rounds values of 65520 and
@@ -147,12 +147,12 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
 // Thresholds. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: rounding errs by <= 2^-25.
-//   - The pieces of a large enough value err by at most 2^-23 of it (hi alone: 2^-11 of it). For smaller values 2^-25
-//     is more than that. Such values, not 0 but below 2^-2 (hi alone: 2^-14) once scaled, are called coarse.
+//   - The pieces of a scaled value err by at most 2^-23 of it (hi alone: 2^-11 of it) or by 2^-25, whichever is more.
+//     2^-25 is more if the value is below 2^-2 (hi alone: 2^-14). Such values, unless they are 0, are called coarse.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
-//   - A sum is allowed an error of 2^-24 of itself, as in float32 (with hi alone 2^-11, as in TF32). If |sum| is c *
-//     2^14 or more (with hi alone c * 2), that is c * 2^-10 or more: the coarse values do no harm.
+//   - A sum is allowed an error of 2^-24 of itself, as in float32 (hi alone: 2^-11, as in TF32). If |sum| is at least
+//     c * 2^14 (hi alone: c * 2), that is at least c * 2^-10, so the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores 2^14 (or 2) times that number as the row's threshold. If
 //     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. That happens
 //     to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
@@ -195,10 +195,10 @@ template <typename T, typename S> struct OneProduct {
     static constexpr float kThresholdPerCoarse = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
 };
-// To change the tile. Its columns, 128, are the n of the instruction m64n128k16. (Another n needs another list of
-// registers in WGMMA.) Its rows are 128 or 256, because each of the two consumers computes 64, the m of one such
-// instruction, or 128, the m of two. A TMA box has 128 rows (make_map, producer). The 64 columns of a slot are a group
-// of linear_swish_group_norm's, whose epilogue needs a whole group.
+// What depends on the tile's size: its 128 columns are the n of the instruction m64n128k16. (Another n needs another
+// list of registers in WGMMA.) Its rows are 128 or 256, because each of the two consumers computes 64, the m of one
+// such instruction, or 128, the m of two. A TMA box has 128 rows (see make_tensor_map and producer). The 64 columns of
+// a slot are one group of linear_swish_group_norm, whose epilogue needs a whole group.
 //
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. The finisher first multiplies
 // a sum by the row's inverse scale, at most 2^60: the result is below 2^114. Then it multiplies by the column's. That
@@ -229,11 +229,12 @@ struct Add {
 struct Max {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
-// Reduces v by op over `threads` neighbouring threads (a power of two). Each of them gets the result. Up to 32 threads:
-// call it with whole warps; warp_values is unused. More: call it with the whole block, and give it one float of shared
-// memory a warp. The call writes these before its __syncthreads() and reads them after it, so their next use must come
-// after another __syncthreads(), such as that of a call with other warp_values.
-template <class Op> __device__ __forceinline__ float reduce_threads(float v, int threads, float* warp_values, Op op) {
+// Reduces v by op over `threads` neighbouring threads (a power of two). Each of them gets the result. For up to 32
+// threads, whole warps call it. For more, the whole block calls it, and warp_values is one float of shared memory for
+// each warp. The call writes warp_values before its __syncthreads() and reads them after it. So the next use of the
+// same warp_values must come after another __syncthreads(), such as that of a call with others.
+template <class Op>
+__device__ __forceinline__ float reduce_threads(float v, int threads, Op op, float* warp_values = nullptr) {
     for (int offset = min(threads, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (threads <= 32) return v;
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
@@ -270,8 +271,7 @@ struct RowScale {
 // + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
 // exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
-// What split_rows reads and writes.
-struct Operand {
+struct RowsToSplit {  // what split_rows reads and writes
     const float* values;
     __half* pieces;
     int64_t rows;
@@ -288,67 +288,67 @@ struct Operand {
     }
 };
 constexpr int kSplitThreads = 256;
-constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
+constexpr int kSplitPacks = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
 // The first `first_blocks` blocks split `first`, the others `second`. `threads_per_row` neighbouring threads, one to
 // eight whole warps, own a row. They load it to their registers, find its largest value, and split it from there. A row
 // of more than 8192 values is loaded twice.
 // Three blocks a multiprocessor: a thread may have 65536 / 768 registers, rounded down to 80, and uses 79.
 template <class Scheme>
-__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_constant__ Operand first,
-    const __grid_constant__ Operand second, int threads_per_row, unsigned first_blocks) {
+__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_constant__ RowsToSplit first,
+    const __grid_constant__ RowsToSplit second, int threads_per_row, unsigned first_blocks) {
     __shared__ float warp_values[2][kSplitThreads / 32];
     const bool is_first = blockIdx.x < first_blocks;
-    const Operand& operand = is_first ? first : second;
+    const RowsToSplit& operand = is_first ? first : second;
     const int64_t block = is_first ? blockIdx.x : blockIdx.x - first_blocks;
     const int64_t row = block * (kSplitThreads / threads_per_row) + threadIdx.x / threads_per_row;
-    const bool exists = row < operand.rows;
+    const bool row_exists = row < operand.rows;
     const int thread_in_row = threadIdx.x % threads_per_row;
-    const int quads_per_pass = threads_per_row * kSplitQuads;
+    const int packs_per_pass = threads_per_row * kSplitPacks;
     const int padded = int(padded_length<Scheme>(operand.length));
-    const int quads = padded / 4;
+    const int packs = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.length);
-    float4 loaded[kSplitQuads];
-    const auto load = [&](int first_quad) {
+    float4 loaded[kSplitPacks];
+    const auto load = [&](int first_pack) {
 #pragma unroll
-        for (int i = 0; i < kSplitQuads; ++i) {
-            const int quad = first_quad + thread_in_row + i * threads_per_row;
-            loaded[i] = exists && quad < operand.length / 4 ? values[quad] : make_float4(0, 0, 0, 0);
+        for (int i = 0; i < kSplitPacks; ++i) {
+            const int pack = first_pack + thread_in_row + i * threads_per_row;
+            loaded[i] = row_exists && pack < operand.length / 4 ? values[pack] : make_float4(0, 0, 0, 0);
         }
     };
     float largest = 0;  // of the finite values
     float coarse_count = 0;
-    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
-        load(first_quad);
+    for (int first_pack = 0; first_pack < packs; first_pack += packs_per_pass) {
+        load(first_pack);
 #pragma unroll
-        for (int i = 0; i < kSplitQuads; ++i) {
+        for (int i = 0; i < kSplitPacks; ++i) {
             for (float v : {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w}) {
                 largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
             }
         }
     }
-    largest = reduce_threads(largest, threads_per_row, warp_values[0], Max());
-    const int exponent = exists ? operand.exponent(row, largest) : 0;
+    largest = reduce_threads(largest, threads_per_row, Max(), warp_values[0]);
+    const int exponent = row_exists ? operand.exponent(row, largest) : 0;
     const float factor = power_of_two(exponent / 2);
     const float other_factor = power_of_two(exponent - exponent / 2);
-    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
-        if (quads > quads_per_pass) load(first_quad);  // else it is still in the registers
+    for (int first_pack = 0; first_pack < packs; first_pack += packs_per_pass) {
+        if (packs > packs_per_pass) load(first_pack);  // else it is still in the registers
 #pragma unroll
-        for (int i = 0; i < kSplitQuads; ++i) {
-            const int quad = first_quad + thread_in_row + i * threads_per_row;
+        for (int i = 0; i < kSplitPacks; ++i) {
+            const int pack = first_pack + thread_in_row + i * threads_per_row;
             float v[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * factor * other_factor;
                 coarse_count += fabsf(scaled) < Scheme::kCoarseBelow && v[j] != 0 ? 1.0f : 0.0f;
                 v[j] = scaled;
             }
-            if (exists && quad < quads) {
-                store_pieces<Scheme>(operand.pieces + row * padded * Scheme::kPieces, quad * 4, v);
+            if (row_exists && pack < packs) {
+                store_pieces<Scheme>(operand.pieces + row * padded * Scheme::kPieces, pack * 4, v);
             }
         }
     }
     if (operand.scales == nullptr) return;
-    coarse_count = reduce_threads(coarse_count, threads_per_row, warp_values[1], Add());
-    if (thread_in_row != 0 || !exists) return;
+    coarse_count = reduce_threads(coarse_count, threads_per_row, Add(), warp_values[1]);
+    if (thread_in_row != 0 || !row_exists) return;
     RowScale result = {power_of_two(-exponent), coarse_count * Scheme::kThresholdPerCoarse};
     if (result.inverse_scale > kLargestInverseScale) result.threshold = INFINITY;
     // No finite value but 0: the row's sums are 0 or not finite, and none is recomputed.
@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
 }
 
 // Starts a copy by TMA: the box at (x, y, z) of the map's tensor, to shared memory. `bar` counts its bytes.
-__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
         :
@@ -429,18 +429,18 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int slices) {
     Ring<Scheme::kStages> stage_ring;
-    // A box is a slice of 128 rows of the tile. See make_map for the order of the coordinates.
+    // A box is a slice of 128 rows of the tile. See make_tensor_map for the order of the coordinates.
     const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int slice, int row) {
         uint64_t* bar = &shared.stage_full[stage_ring.index];
-        if (mn_major) tensor_load(to, map, 0, slice * Scheme::kSliceK, row / 32 * Scheme::kPieces, bar);
-        else tensor_load(to, map, slice * kSliceNumbers, row, 0, bar);
+        if (mn_major) tma_load(to, map, 0, slice * Scheme::kSliceK, row / 32 * Scheme::kPieces, bar);
+        else tma_load(to, map, slice * kSliceNumbers, row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
         for (int slice = 0; slice < slices; ++slice, stage_ring.advance()) {
             Stage<Scheme>& stage = shared.stages[stage_ring.index];
             mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);
-            mbarrier_arrive_expect(&shared.stage_full[stage_ring.index], sizeof(stage));
+            mbarrier_arrive_expect_tx(&shared.stage_full[stage_ring.index], sizeof(stage));
             for (int row = 0; row < Scheme::kTileRows; row += 128) {
                 load(MN_MAJOR_A, stage.a + row * 128, map_a, slice, tile_start.row + row);
             }
@@ -488,9 +488,9 @@ template <bool MN_MAJOR> __device__ __forceinline__ uint64_t wgmma_descriptor(co
 // Added to a descriptor, in its units of 16 bytes: the first leads to the next 16 of K, the second from hi to lo.
 template <bool MN_MAJOR> constexpr int kStepAlongK = (MN_MAJOR ? 1024 : 32) / 16;
 template <bool MN_MAJOR> constexpr int kStepToLo = (MN_MAJOR ? 2048 : 64) / 16;
-// The products of a slice of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
+// The products of a slice, 32 of K: multiply_hi_lo computes hi lo' and lo hi', multiply_hi_hi computes hi hi'.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B>
-__device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void multiply_hi_lo(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     constexpr int kStepA = kStepAlongK<MN_MAJOR_A>, kStepB = kStepAlongK<MN_MAJOR_B>;
     const uint64_t a_lo = a + kStepToLo<MN_MAJOR_A>, b_lo = b + kStepToLo<MN_MAJOR_B>;
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_lo, b, accumulate);
@@ -498,7 +498,7 @@ __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint6
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_lo + kStepA, b + kStepB, 1);
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepA, b_lo + kStepB, 1);
 }
-template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void multiply_large(
+template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void multiply_hi_hi(
     float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a, b, 1);
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepAlongK<MN_MAJOR_A>, b + kStepAlongK<MN_MAJOR_B>, 1);
@@ -585,7 +585,7 @@ __device__ __forceinline__ void keep_below_wait(float (&v)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
 }
-// Three products, by a warpgroup: the sums of 64 rows of a tile. The accumulators hold two slices' products, 64 of K.
+// Three products: a warpgroup computes the sums of 64 rows of a tile. Its accumulators add up two slices, 64 of K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
     MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& stage_ring, int slices, uint64_t a, uint64_t b,
     float (&sums)[64], float (&accumulators)[64]) {
@@ -600,13 +600,13 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
             const int next = s + 1;
             mbarrier_wait(&shared.stage_full[s], stage_ring.parity);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep, 0);
+            multiply_hi_lo<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep, 0);
             mbarrier_wait(&shared.stage_full[next], stage_ring.parity);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep, 1);
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep);
+            multiply_hi_lo<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep, 1);
+            multiply_hi_hi<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep);
             wgmma_commit();
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep);
+            multiply_hi_hi<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep);
             wgmma_commit();
             wgmma_wait<1>();  // for the older group: it has all wgmmas that read stage s
             free_stage(shared, s);
@@ -618,9 +618,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
         }
     }
 }
-// One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper rows and 64 lower rows. The tensor cores alone
-// add them up, as in cuBLAS. What they truncate is small beside rounding the operands to 11 bits, or 16-bit sums to 11
-// or fewer.
+// One product: a warpgroup computes the sums of 128 rows of a tile, of 64 upper and 64 lower ones. The tensor cores
+// alone add them up, as in cuBLAS. They truncate, but the operands or the sums are rounded to 11 bits or fewer anyway.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& stage_ring, int slices, uint64_t a,
     uint64_t b, float (&upper)[64], float (&lower)[64]) {
@@ -737,13 +736,13 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
     __syncthreads();
     if (warpgroup == 3) {
-        fewer_registers<Scheme::kProducerRegisters>();
+        lower_registers_to<Scheme::kProducerRegisters>();
         if (threadIdx.x % 128 == 0) producer<MN_MAJOR_A, MN_MAJOR_B>(shared, &map_a, &map_b, tiles, slices);
     } else if (warpgroup == 2) {
-        more_registers<Scheme::kFinisherRegisters>();
+        raise_registers_to<Scheme::kFinisherRegisters>();
         finisher(shared, tiles, epilogue);
     } else {
-        more_registers<Scheme::kConsumerRegisters>();
+        raise_registers_to<Scheme::kConsumerRegisters>();
         consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, epilogue, slices, warpgroup);
     }
 }
@@ -781,14 +780,13 @@ template <typename T> struct LinearEpilogue {
     };
     __device__ __forceinline__ Loaded load(const Position& lane_start) const {
         Loaded loaded = {};
-        const RowScale* const column_scales = scales;
-        const RowScale* const row_scales = column_scales + n;
+        const RowScale* const row_scales = scales + n;
         if constexpr (kScaled) {
             load_eight(linear_bias, lane_start.column, n, loaded.linear_bias);
             for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(lane_start.row + 4 * r, m - 1)];
             for (int i = 0; i < 8; i += 4) {  // columns as in store_values
                 const int column = min(lane_start.column + i * 8, n - 4);
-                const auto* from = reinterpret_cast<const float4*>(column_scales + column);
+                const auto* from = reinterpret_cast<const float4*>(scales + column);
                 *reinterpret_cast<float4*>(&loaded.column_scales[i]) = from[0];
                 *reinterpret_cast<float4*>(&loaded.column_scales[i + 2]) = from[1];
             }
@@ -816,8 +814,9 @@ template <typename T> struct LinearEpilogue {
         }
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            const float column_scaled = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
-            v[i / 8][i % 8] = fmaf(column_scaled, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
+            const float without_row_scale = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
+            v[i / 8][i % 8] =
+                fmaf(without_row_scale, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
         }
         // The warp recomputes these sums of its lanes, one at a time: all 32 lanes compute one, its owner keeps it.
         while (const unsigned owners = __ballot_sync(~0u, to_recompute != 0)) {
@@ -845,7 +844,7 @@ template <typename T> struct LinearEpilogue {
             sum[2] = fmaf(a[i].z, b[i].z, sum[2]);
             sum[3] = fmaf(a[i].w, b[i].w, sum[3]);
         }
-        return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
+        return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, Add());
     }
 };
 // ---- Launching the product. Functions that launch kernels return a cudaError_t; those for the C++ return an int. ----
@@ -857,13 +856,14 @@ static int sm_count() {
 }
 // Splits the rows of two operands of the same row length: in the forward x and W. `second` may have no rows.
 template <class Scheme>
-static cudaError_t launch_split(const Operand& first, const Operand& second, cudaStream_t stream) {
-    int threads = 32;  // for a row
-    while (threads < kSplitThreads && threads * kSplitQuads * 4 < padded_length<Scheme>(first.length)) threads *= 2;
-    const int rows = kSplitThreads / threads;  // of a block
-    const unsigned first_blocks = unsigned(divide_up(first.rows, rows));
-    const unsigned blocks = first_blocks + unsigned(divide_up(second.rows, rows));
-    split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(first, second, threads, first_blocks);
+static cudaError_t launch_split(const RowsToSplit& first, const RowsToSplit& second, cudaStream_t stream) {
+    const int64_t packs = padded_length<Scheme>(first.length) / 4;  // float4s of a row
+    int threads_per_row = 32;
+    while (threads_per_row < kSplitThreads && threads_per_row * kSplitPacks < packs) threads_per_row *= 2;
+    const int rows_per_block = kSplitThreads / threads_per_row;
+    const unsigned first_blocks = unsigned(divide_up(first.rows, rows_per_block));
+    const unsigned blocks = first_blocks + unsigned(divide_up(second.rows, rows_per_block));
+    split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(first, second, threads_per_row, first_blocks);
     return cudaGetLastError();
 }
 // A matrix of 16-bit numbers, pieces or values. Its rows begin `pitch` numbers apart. TMA reads whole pitches, so
@@ -880,7 +880,7 @@ template <class Scheme> static Matrix matrix_of_pieces(const void* numbers, int6
 //     MN-major   coordinates: number in the strip, row, strip     a box: kSliceK rows, by four strips of each piece
 // A strip is 32 columns of the matrix: 64 bytes of each row. In MN-major the matrix has a row for each index of K, and
 // four strips of a piece are 128 rows of the tile (see wgmma_descriptor).
-template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
+template <bool MN_MAJOR, class Scheme> static cudaError_t make_tensor_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult status;
@@ -918,8 +918,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static
     const auto kernel = multiply<MN_MAJOR_A, MN_MAJOR_B, Scheme, Epilogue>;
     constexpr int kShared = sizeof(MultiplyShared<Scheme>);
     static_assert(kShared <= 227 * 1024, "a block's shared memory");
-    cudaError_t error = make_map<MN_MAJOR_A, Scheme>(&map_a, a);
-    if (error == cudaSuccess) error = make_map<MN_MAJOR_B, Scheme>(&map_b, b);
+    cudaError_t error = make_tensor_map<MN_MAJOR_A, Scheme>(&map_a, a);
+    if (error == cudaSuccess) error = make_tensor_map<MN_MAJOR_B, Scheme>(&map_b, b);
     if (error == cudaSuccess) {
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     }
@@ -937,20 +937,18 @@ template <class Scheme, class Epilogue>
 static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    if constexpr (!Epilogue::kScaled) {
-        const Matrix x = {epilogue.x, m, k};
-        const Matrix w = {epilogue.weight, n, k};
-        return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
-    } else {
+    Matrix a = {epilogue.x, m, k};
+    Matrix b = {epilogue.weight, n, k};
+    if constexpr (Epilogue::kScaled) {
         __half* const pieces_w = pieces + m * padded_length<Scheme>(k) * Scheme::kPieces;
-        const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n};
-        const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales};
+        const RowsToSplit x = {epilogue.x, pieces, m, k, epilogue.scales + n};
+        const RowsToSplit w = {epilogue.weight, pieces_w, n, k, epilogue.scales};
         const cudaError_t error = launch_split<Scheme>(x, w, stream);
         if (error != cudaSuccess) return error;
-        const Matrix a = matrix_of_pieces<Scheme>(pieces, m, k);
-        const Matrix b = matrix_of_pieces<Scheme>(pieces_w, n, k);
-        return launch_multiply<false, false, Scheme>(a, b, k, epilogue, stream);
+        a = matrix_of_pieces<Scheme>(pieces, m, k);
+        b = matrix_of_pieces<Scheme>(pieces_w, n, k);
     }
+    return launch_multiply<false, false, Scheme>(a, b, k, epilogue, stream);
 }
 
 // ---- From G, h's gradient: dX = G W and dW = G^T x. The same text in both linear files of this folder. ----
@@ -1018,23 +1016,23 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
         for (int offset = 0; offset < kSliceNumbers; offset += kSliceK) hi[offset] = __hmul(hi[offset], factor);
     }
 }
-// A block of the kernel that computes G holds a row of it in registers: a thread has kThreadColumns neighbouring
-// columns. With the largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two,
-// that cover the row, so that a multiprocessor has many blocks if rows are short.
+// The kernel that computes G holds a row in the registers of a block: a thread has kThreadColumns neighbouring columns.
+// So the largest block, of 512 threads, has 8192. A block has the fewest warps, a power of two, that cover the row.
+// Then a multiprocessor runs many blocks if rows are short.
 constexpr int kThreadColumns = 16;
-constexpr int kMaxRowThreads = 512;
-static int row_threads(int64_t n) {
+constexpr int kMaxGradientThreads = 512;
+static int gradient_threads(int64_t n) {
     int threads = 32;
     while (threads * kThreadColumns < n) threads *= 2;
     return threads;
 }
-// How many blocks there are: block i owns rows i, i + blocks and so on, and writes its part of each sum over rows. A
-// multiprocessor runs 512 threads, as each takes up to 128 of the 65536 registers.
-extern "C" int64_t row_blocks(int64_t m, int64_t n) {
-    const int64_t max_blocks = sm_count() * kMaxRowThreads / row_threads(n);
+// How many blocks that kernel has. Block i owns rows i, i + gridDim.x and so on, and writes its part of each sum over
+// rows. A multiprocessor runs 512 threads, as each takes up to 128 of the 65536 registers.
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {
+    const int64_t max_blocks = sm_count() * kMaxGradientThreads / gradient_threads(n);
     return m < max_blocks ? m : max_blocks;
 }
-// Stores a thread's columns of a row, but for those beyond n, a multiple of 8.
+// Stores a thread's columns of a row, except those beyond n, a multiple of 8.
 template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
 #pragma unroll
     for (int i = 0; i < kThreadColumns; i += kValuesPer16Bytes<T>) {
@@ -1044,23 +1042,23 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
         if (column < n) *reinterpret_cast<Pack16<T>*>(to + column) = pack;
     }
 }
-// Scales, splits and stores a row of G; v is 0 beyond n. For warp_values see reduce_threads.
+// Scales, splits and stores a row of G. A thread has its columns in v, 0 beyond n. For warp_values see reduce_threads.
 template <class Scheme> __device__ __forceinline__ void store_split_row(
     const float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
     const int first_column = threadIdx.x * kThreadColumns;
     const int padded = int(padded_length<Scheme>(n));
     float largest = 0;
     for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    largest = reduce_threads(largest, 32, nullptr, Max());
+    largest = reduce_threads(largest, 32, Max());
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
     __syncthreads();
     for (int i = 0; i < int(blockDim.x) / 32; ++i) largest = fmaxf(largest, warp_values[i]);
     const int exponent = scale_exponent(largest);
     for (int i = 0; i < kThreadColumns; i += 8) {
-        float eight[8];
-        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
+        float scaled[8];
+        for (int j = 0; j < 8; ++j) scaled[j] = v[i + j] * power_of_two(exponent);
         if (first_column + i >= padded) continue;
-        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
+        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, scaled);
     }
     // The block also submits the exponents of blockDim.x rows of W, from row `row` * blockDim.x on. W has at most 16 *
     // blockDim.x rows, so the calls for G's first 16 rows cover it, and G has 128 rows or more.
@@ -1103,7 +1101,7 @@ struct StoreGradient {
 template <class Scheme> static cudaError_t launch_dx_or_dw(bool is_dw, const float* other, __half* pieces, float* out,
     int64_t m, int64_t n, int64_t k, const SplitGradient& split_g, cudaStream_t stream) {
     const int64_t terms = is_dw ? m : n;
-    Operand b_operand = {other, pieces, terms, int(k)};
+    RowsToSplit b_operand = {other, pieces, terms, int(k)};
     b_operand.min_exponent_word = is_dw ? split_g.min_exponent_x : split_g.min_exponent_w;
     b_operand.exponents = is_dw ? split_g.row_exponents : split_g.column_exponents;
     const cudaError_t error = launch_split<Scheme>(b_operand, {}, stream);
@@ -1168,33 +1166,33 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     // A Newton step halves that. Not for 0 and infinity, where it would compute 0 * infinity.
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v, and finds
-// rstd. Normalised, these are then v * rstd + shift, where shift makes up for the rounding of the mean. (For 16-bit
-// types shift is 0, which saves 2% of the forward: eager rounds v to 8 or 11 bits, beside which a float32 mean is
-// exact.)
+// `lanes` neighbouring lanes share a group of a row, and each has COUNT of its values in v. Subtracts the group's mean
+// from v and finds rstd and shift. The normalised values are then v * rstd + shift: shift makes up for the rounding of
+// the mean. (For 16-bit types it is 0, which saves 2% of the forward: eager rounds v to 8 or 11 bits, beside which a
+// float32 mean is exact.)
 template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
-    const float inverse_n = 1.0f / (lanes * COUNT);  // a factor of each term: the bare sum of large values may overflow
+    const float inverse_count = 1.0f / (lanes * COUNT);  // a factor of each term: a sum of large values may overflow
     float mean = 0;
     float mean_error = 0;  // the exact mean is mean + mean_error
     float squares = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], inverse_n, mean);
-    mean = reduce_threads(mean, lanes, nullptr, Add());
+    for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], inverse_count, mean);
+    mean = reduce_threads(mean, lanes, Add());
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
         if (sizeof(T) == 4) mean_error += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
-    squares = reduce_threads(squares, lanes, nullptr, Add()) * inverse_n;
-    if (sizeof(T) == 4) mean_error = reduce_threads(mean_error, lanes, nullptr, Add()) * inverse_n;
-    if (isinf(squares)) mean_error = 0;  // it may be infinite, too, and then make NaN of rstd, which is to be 0
+    squares = reduce_threads(squares, lanes, Add()) * inverse_count;
+    if (sizeof(T) == 4) mean_error = reduce_threads(mean_error, lanes, Add()) * inverse_count;
+    if (isinf(squares)) mean_error = 0;  // rstd is to be 0 then. An infinite mean_error would make it NaN
     rstd = reciprocal_sqrt(fmaf(-mean_error, mean_error, squares) + eps);
     shift = -mean_error * rstd;
 }
-// What follows the product, as its epilogue. A slot has 64 rows of one group. Eight lanes share a row, and a lane has
-// eight columns of four rows (see load_sums). The vectors are loaded before the wait for the sums.
+// The epilogue: Swish, bias and group normalisation. A slot holds 64 rows of one group. Eight lanes share a row, and a
+// lane has eight columns of four rows (see load_sums).
 template <typename T> struct StoreSwishGroupNorm : LinearEpilogue<T> {
     T* h;  // null if it is not to be stored
     const T *bias, *gamma, *beta;
@@ -1235,23 +1233,24 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
         : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar))
         : "memory");
 }
-// A thread adds up its columns over kRowsPerSum rows in registers. Then this function adds these sums to `total`, a row
-// of partials in device memory, and sets them to 0: short sums, added up, lose less to rounding than a long one. (A
-// block's first call only stores them. For 16-bit types a thread adds up all its rows: the gradients are rounded to 8
-// or 11 bits in the end.)
+// A thread adds up its columns over kRowsPerSum rows in registers. Then this function adds these sums to `partials`, a
+// row of n values in device memory, and sets them to 0: short sums, added up, lose less to rounding than a long one.
+// (A block's first call only stores them. For 16-bit types a thread adds up all its rows: the gradients are rounded to
+// 8 or 11 bits in the end.)
 constexpr int kRowsPerSum = 16;
-__device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, bool stored_before) {
+__device__ __forceinline__ void add_to_partials(
+    float* partials, float (&sums)[kThreadColumns], int n, bool stored_before) {
     float totals[kThreadColumns] = {};
     const int column = threadIdx.x * kThreadColumns;
-    if (stored_before && column < n) load_columns(total + column, totals);
+    if (stored_before && column < n) load_columns(partials + column, totals);
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) {
         totals[i] += sums[i];
         sums[i] = 0;
     }
-    store_columns(total, totals, n);
+    store_columns(partials, totals, n);
 }
-// The gradients of a group: with z = (v - mean) * rstd, d = grad * gamma and s = sigmoid(h)
+// In a group, with z = (v - mean) * rstd, d = grad * gamma and s = sigmoid(h), the gradients of v and of h are
 //
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s))
 //
@@ -1261,41 +1260,41 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
 //     float32        ATen's zeros       for the exponents that SplitGradient points to
 //                    group_gradients    stores G as pieces, and each block's part of the four sums to partials
 //                    scale_columns      finds c_j and scales G's columns by 2^c_j
-//                    ATen's sum over the blocks' partials[block][4][n], and its copy of the sums to the gradients
+//                    ATen's sum over the blocks of partials[block][4][n], and its copy of the sums to the gradients
 //                    split_rows, then multiply    for dX, with W
 //                    split_rows, then multiply    for dW, with x
 //     16-bit types   group_gradients    (Scheme is void) stores G as it is to `g_out`, and the four sums
 //                    ATen's sum and copy, as above, then its two products
 //
-// A warp has 512 columns, whole groups, and a ring of kWarpStages stages of its own in shared memory, to which its lane
-// 0 starts the copies of h and grad. (A stage of float32 has 4 KiB: three for each of 16 warps are 192 of a block's 227
-// KiB.) Warps wait for each other only where G's row is scaled as a whole, in store_split_row.
+// A warp owns 512 columns (whole groups) and a ring of kWarpStages stages in shared memory. Its lane 0 starts the
+// copies of h and grad to the stages. (A stage of float32 has 4 KiB: three for each of 16 warps are 192 of a block's
+// 227 KiB.) Warps wait for each other only in store_split_row, which scales G's row as a whole.
 constexpr int kWarpStages = 3;
 constexpr int kWarpColumns = 32 * kThreadColumns;
 template <typename T> struct WarpStage { T h[kWarpColumns], grad[kWarpColumns]; };
 template <typename T, class Scheme>
-__global__ void __launch_bounds__(kMaxRowThreads) group_gradients(const T* __restrict__ grad, const T* __restrict__ h,
-    const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials, int rows, int n, float eps,
-    const SplitGradient split_g, T* __restrict__ g_out) {
+__global__ void __launch_bounds__(kMaxGradientThreads) group_gradients(const T* __restrict__ grad,
+    const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
+    int rows, int n, float eps, const SplitGradient split_g, T* __restrict__ g_out) {
     extern __shared__ __align__(128) unsigned char dynamic_stages[];
-    __shared__ float warp_values[2][kMaxRowThreads / 32];
-    __shared__ uint64_t stage_full[kMaxRowThreads / 32][kWarpStages];
+    __shared__ float warp_values[2][kMaxGradientThreads / 32];
+    __shared__ uint64_t stage_full[kMaxGradientThreads / 32][kWarpStages];
     constexpr int kLanes = kGroup / kThreadColumns;  // of a group
     constexpr bool kStoresPieces = !std::is_void_v<Scheme>;
     const int lane = threadIdx.x % 32;
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler sees that it is the same for all lanes
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler sees that a warp's lanes agree
     WarpStage<T>* const stages = reinterpret_cast<WarpStage<T>*>(dynamic_stages) + warp * kWarpStages;
-    // The thread's first column. A thread beyond n loads the last columns of bias and gamma, and whatever its stage
-    // holds of h and grad. Its sums are not stored, nor its g: for store_split_row g is set to 0 below.
+    // The thread's first column. A thread beyond n computes with whatever it loads: the last columns of bias and gamma,
+    // and what its stage holds. Its sums are not stored. Nor is its G, which is set to 0 for store_split_row.
     const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
-    const int warp_column = warp * kWarpColumns;
-    const int columns = min(kWarpColumns, n - warp_column);  // of the warp; 0 or less if it has none
+    const int warp_start = warp * kWarpColumns;
+    const int warp_columns = min(kWarpColumns, n - warp_start);  // 0 or less: the warp has none
     const auto fetch = [&](int row, int stage) {
-        if (lane > 0 || row >= rows || columns <= 0) return;
-        const int64_t first = int64_t(row) * n + warp_column;
-        mbarrier_arrive_expect(&stage_full[warp][stage], 2 * columns * sizeof(T));
-        bulk_load(stages[stage].h, h + first, columns * sizeof(T), &stage_full[warp][stage]);
-        bulk_load(stages[stage].grad, grad + first, columns * sizeof(T), &stage_full[warp][stage]);
+        if (lane > 0 || row >= rows || warp_columns <= 0) return;
+        const int64_t first = int64_t(row) * n + warp_start;
+        mbarrier_arrive_expect_tx(&stage_full[warp][stage], 2 * warp_columns * sizeof(T));
+        bulk_load(stages[stage].h, h + first, warp_columns * sizeof(T), &stage_full[warp][stage]);
+        bulk_load(stages[stage].grad, grad + first, warp_columns * sizeof(T), &stage_full[warp][stage]);
     };
     if (lane == 0) {
         for (int s = 0; s < kWarpStages; ++s) mbarrier_init(&stage_full[warp][s], 1);
@@ -1311,7 +1310,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) group_gradients(const T* __res
         float g[kThreadColumns];  // first grad, then d, then G
         float slope[kThreadColumns];
         float vector[kThreadColumns];  // first bias, then gamma
-        if (columns > 0) mbarrier_wait(&stage_full[warp][stage], iteration / kWarpStages & 1);
+        if (warp_columns > 0) mbarrier_wait(&stage_full[warp][stage], iteration / kWarpStages & 1);
         load_columns(stages[stage].h + lane * kThreadColumns, z);
         load_columns(bias + column, vector);
 #pragma unroll
@@ -1333,8 +1332,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) group_gradients(const T* __res
             mean_d += g[i];
             mean_dz = fmaf(g[i], z[i], mean_dz);
         }
-        mean_d = reduce_threads(mean_d, kLanes, nullptr, Add()) / kGroup;
-        mean_dz = reduce_threads(mean_dz, kLanes, nullptr, Add()) / kGroup;
+        mean_d = reduce_threads(mean_d, kLanes, Add()) / kGroup;
+        mean_dz = reduce_threads(mean_dz, kLanes, Add()) / kGroup;
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
             const float g_v = rstd * (g[i] - mean_d - z[i] * mean_dz);
@@ -1343,9 +1342,9 @@ __global__ void __launch_bounds__(kMaxRowThreads) group_gradients(const T* __res
             sums[1][i] += g_v;
         }
         if constexpr (kStoresPieces) {
-            const bool exists = int(threadIdx.x) * kThreadColumns < n;
+            const bool columns_exist = int(threadIdx.x) * kThreadColumns < n;
 #pragma unroll
-            for (int i = 0; i < kThreadColumns; ++i) g[i] = exists ? g[i] : 0;
+            for (int i = 0; i < kThreadColumns; ++i) g[i] = columns_exist ? g[i] : 0;
             store_split_row<Scheme>(g, row, n, split_g, warp_values[iteration % 2]);
         } else {
             store_columns(g_out + int64_t(row) * n, g, n);
@@ -1356,8 +1355,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) group_gradients(const T* __res
         if ((iteration % kRowsPerSum < kRowsPerSum - 1 || !kStoresPieces) && !is_last) continue;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            float* const total = partials + (int64_t(blockIdx.x) * 4 + q) * n;
-            add_columns(total, sums[q], n, kStoresPieces && iteration >= kRowsPerSum);
+            float* const own_partials = partials + (int64_t(blockIdx.x) * 4 + q) * n;
+            add_to_partials(own_partials, sums[q], n, kStoresPieces && iteration >= kRowsPerSum);
         }
     }
 }
@@ -1394,11 +1393,11 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
     const auto kernel = group_gradients<T, Scheme>;
     constexpr int kWarpShared = kWarpStages * sizeof(WarpStage<T>);
     const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, kMaxRowThreads / 32 * kWarpShared);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, kMaxGradientThreads / 32 * kWarpShared);
     if (error != cudaSuccess) return error;
-    const int threads = row_threads(n);
+    const int threads = gradient_threads(n);
     const int shared = threads / 32 * kWarpShared;
-    kernel<<<unsigned(row_blocks(m, n)), threads, shared, stream>>>(as(grad), as(h), as(bias), as(gamma), partials,
+    kernel<<<unsigned(gradient_blocks(m, n)), threads, shared, stream>>>(as(grad), as(h), as(bias), as(gamma), partials,
         int(m), int(n), eps, split_g != nullptr ? *split_g : SplitGradient(), static_cast<T*>(g_out));
     if constexpr (!std::is_void_v<Scheme>) {
         scale_columns<Scheme><<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*split_g, m, n);
@@ -1537,7 +1536,7 @@ struct SwishPointers {
 };
 extern "C" int linear_swish_group_norm(
     int mode, const SwishPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
-extern "C" int64_t row_blocks(int64_t m, int64_t n);
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 extern "C" int swish_group_gradients(int mode, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g, void* g_out, cudaStream_t stream);
 int mode_of(const at::Tensor& t, bool tf32) {  // of the kernels' launchers
@@ -1582,7 +1581,7 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     const auto compute_g = [&](const SplitGradient* split_g) {
         const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h);
         const at::Tensor aligned_bias = aligned(bias), aligned_gamma = aligned(gamma);
-        const at::Tensor partials = at::empty({row_blocks(m, n), 4, n}, x.options().dtype(at::kFloat));
+        const at::Tensor partials = at::empty({gradient_blocks(m, n), 4, n}, x.options().dtype(at::kFloat));
         const int error = swish_group_gradients(mode_of(x, tf32), aligned_grad.data_ptr(), aligned_h.data_ptr(),
             aligned_bias.data_ptr(), aligned_gamma.data_ptr(), floats(partials), m, n, float(eps), split_g,
             is_float ? nullptr : g.data_ptr(), current_stream());
