@@ -424,7 +424,7 @@ template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a ro
     }
 };
 
-// `slices`: how many slices of each row a tile takes, with those beyond the end of K (see launch_multiply).
+// `slices`: how many slices of each row a tile takes, including those beyond the end of K (see launch_multiply).
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void producer(
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int slices) {
@@ -697,9 +697,9 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
         const Position tile_start = tiles.start_of(tile);
 #pragma unroll 1
         for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot_ring.advance()) {
-            const int which_consumer = s % 2, right = s / 2 % 2, lower = s / 4;  // what the slot holds: see the table
-            const int row = tile_start.row + which_consumer * (Scheme::kTileRows / 2) + lower * 64 + warp * 16;
-            const int column = tile_start.column + right * 64;  // row, column: the first of this warp
+            const int from_consumer = s % 2, column_half = s / 2 % 2, row_half = s / 4;  // see the table of slots
+            const int row = tile_start.row + from_consumer * (Scheme::kTileRows / 2) + row_half * 64 + warp * 16;
+            const int column = tile_start.column + column_half * 64;  // row, column: the first of this warp
             const Position lane_start = {row + lane / 8, column + lane % 8 * kLaneColumns};
             const auto loaded = epilogue.load(lane_start);  // scales, bias and more: they arrive during the wait
             float sums[4][8];
@@ -1792,11 +1792,8 @@ _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = T
 _exports_layers._dynamo_marked_constant = True
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
-_HOPPERS = [
-    i
-    for i in range(torch.cuda.device_count() if torch.version.cuda else 0)
-    if torch.cuda.get_device_capability(i)[0] == 9
-]
+_GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
+_HOPPERS = [gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu)[0] == 9]
 if _HOPPERS:  # where nothing is built, the 0.1 s of this import are saved
     from torch.utils import cpp_extension
 NAMESPACE = _load("hopper_linear_instance_norm_residual", "90a") if _HOPPERS else ""

@@ -8,13 +8,13 @@
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-There are two paths, and ModelNew._run chooses one. The fast path is the operator below. It takes plain 2-D x and
-weight, and vectors of one value a feature, all float32, all float16 or all bfloat16; groups of 64 features, and with
-gradients at most 8192 features; products of 2^30 multiplications and 1 MiB of output or more, no size below 128, rows
-of whole 16 bytes (`_product_fits`); no hooks, autocast or transforms. The product runs on the 16-bit tensor cores: for
-float32 as three fp16 products, with the accuracy of float32, or as one where TF32 is allowed; for 16-bit types as one.
-Its epilogue does the rest of the forward. The plain path is the Model's own layers. Read the table of roles first, then
-Thresholds, then `sum_products`.
+There are two paths, and ModelNew._run chooses one. The fast path is the operator below. Its tensors are plain ones, of
+float32, float16 or bfloat16. Groups have 64 features, and with gradients there are at most 8192 features. The product
+has 2^30 multiplications or more, 1 MiB of output or more, no size below 128, and rows of whole 16 bytes
+(`_product_fits`). It runs on the 16-bit tensor cores. For float32 it is three fp16 products, with the accuracy of
+float32, or where TF32 is allowed one. Its epilogue does the rest of the forward. The plain path, the Model's own
+layers, takes all else, with hooks, autocast and transforms. Read the table of roles first, then Thresholds, then
+`sum_products`.
 
 At the benchmark shape, m = 32768, k = 1024, n = 4096, the product is 275 GFLOP. For float32 it is done three times in
 fp16: 1.1 ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15
@@ -424,7 +424,7 @@ template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a ro
     }
 };
 
-// `slices`: how many slices of each row a tile takes, with those beyond the end of K (see launch_multiply).
+// `slices`: how many slices of each row a tile takes, including those beyond the end of K (see launch_multiply).
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void producer(
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int slices) {
@@ -697,9 +697,9 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
         const Position tile_start = tiles.start_of(tile);
 #pragma unroll 1
         for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot_ring.advance()) {
-            const int which_consumer = s % 2, right = s / 2 % 2, lower = s / 4;  // what the slot holds: see the table
-            const int row = tile_start.row + which_consumer * (Scheme::kTileRows / 2) + lower * 64 + warp * 16;
-            const int column = tile_start.column + right * 64;  // row, column: the first of this warp
+            const int from_consumer = s % 2, column_half = s / 2 % 2, row_half = s / 4;  // see the table of slots
+            const int row = tile_start.row + from_consumer * (Scheme::kTileRows / 2) + row_half * 64 + warp * 16;
+            const int column = tile_start.column + column_half * 64;  // row, column: the first of this warp
             const Position lane_start = {row + lane / 8, column + lane % 8 * kLaneColumns};
             const auto loaded = epilogue.load(lane_start);  // scales, bias and more: they arrive during the wait
             float sums[4][8];
@@ -1120,7 +1120,7 @@ extern "C" int linear_dx_or_dw(bool tf32, bool is_dw, const float* other, __half
 }
 // ---- The groups of linear_swish_group_norm ----
 
-constexpr int kGroup = 64;  // features of a group, and columns of a slot
+constexpr int kGroupSize = 64;  // features of a group, and columns of a slot
 // Loads a thread's columns of a row; `from` points to the first.
 template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns]) {
 #pragma unroll
@@ -1216,7 +1216,7 @@ template <typename T> struct StoreSwishGroupNorm : LinearEpilogue<T> {
         }
         float rstd[4], shift[4];  // of the four rows' groups: see center_group
 #pragma unroll
-        for (int r = 0; r < 4; ++r) center_group<T>(v[r], kGroup / 8, eps, rstd[r], shift[r]);
+        for (int r = 0; r < 4; ++r) center_group<T>(v[r], kGroupSize / 8, eps, rstd[r], shift[r]);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& value = v[i / 8][i % 8];
@@ -1279,7 +1279,7 @@ __global__ void __launch_bounds__(kMaxGradientThreads) group_gradients(const T* 
     extern __shared__ __align__(128) unsigned char dynamic_stages[];
     __shared__ float warp_values[2][kMaxGradientThreads / 32];
     __shared__ uint64_t stage_full[kMaxGradientThreads / 32][kWarpStages];
-    constexpr int kLanes = kGroup / kThreadColumns;  // of a group
+    constexpr int kLanes = kGroupSize / kThreadColumns;  // of a group
     constexpr bool kStoresPieces = !std::is_void_v<Scheme>;
     const int lane = threadIdx.x % 32;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler sees that a warp's lanes agree
@@ -1332,8 +1332,8 @@ __global__ void __launch_bounds__(kMaxGradientThreads) group_gradients(const T* 
             mean_d += g[i];
             mean_dz = fmaf(g[i], z[i], mean_dz);
         }
-        mean_d = reduce_threads(mean_d, kLanes, Add()) / kGroup;
-        mean_dz = reduce_threads(mean_dz, kLanes, Add()) / kGroup;
+        mean_d = reduce_threads(mean_d, kLanes, Add()) / kGroupSize;
+        mean_dz = reduce_threads(mean_dz, kLanes, Add()) / kGroupSize;
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
             const float g_v = rstd * (g[i] - mean_d - z[i] * mean_dz);
@@ -1351,8 +1351,8 @@ __global__ void __launch_bounds__(kMaxGradientThreads) group_gradients(const T* 
         }
         __syncwarp();  // all lanes have read the stage, so it may be filled again
         fetch(row + kWarpStages * int(gridDim.x), stage);
-        const bool is_last = row + gridDim.x >= rows;
-        if ((iteration % kRowsPerSum < kRowsPerSum - 1 || !kStoresPieces) && !is_last) continue;
+        const bool is_last_row = row + gridDim.x >= rows;  // of the block
+        if ((iteration % kRowsPerSum < kRowsPerSum - 1 || !kStoresPieces) && !is_last_row) continue;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             float* const own_partials = partials + (int64_t(blockIdx.x) * 4 + q) * n;
@@ -1392,8 +1392,8 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
     const auto kernel = group_gradients<T, Scheme>;
     constexpr int kWarpShared = kWarpStages * sizeof(WarpStage<T>);
-    const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, attribute, kMaxGradientThreads / 32 * kWarpShared);
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxGradientThreads / 32 * kWarpShared);
     if (error != cudaSuccess) return error;
     const int threads = gradient_threads(n);
     const int shared = threads / 32 * kWarpShared;
@@ -1436,7 +1436,7 @@ CPP_SOURCE = r"""
 
 namespace {
 
-constexpr int64_t kGroup = 64;  // features of a group, as in the kernels
+constexpr int64_t kGroupSize = 64;  // features of a group, as in the kernels
 using Tensors = std::vector<at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `for_backward`,
 // h = x weight^T + linear_bias and scales (as in LinearEpilogue; without elements for 16-bit types).
@@ -1445,7 +1445,7 @@ Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     bool for_backward) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
-    TORCH_CHECK(n == kGroup * groups, "weight's rows are not ", groups, " groups of ", kGroup);
+    TORCH_CHECK(n == kGroupSize * groups, "weight's rows are not ", groups, " groups of ", kGroupSize);
     for (const at::Tensor& t : {linear_bias, bias, gamma, beta}) TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == n, "(n)");
     for (const at::Tensor& t : {weight, linear_bias, bias, gamma, beta}) {
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
@@ -1574,7 +1574,7 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     Tensors results = backward_meta(grad, x, weight, h, scales, bias, gamma, eps, tf32, {});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
-    TORCH_CHECK(m > 0 && n % kGroup == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
+    TORCH_CHECK(m > 0 && n % kGroupSize == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
     const bool is_float = x.scalar_type() == at::kFloat;  // then G is split. For 16-bit types it is stored in g
     const at::Tensor g = is_float ? at::Tensor() : at::empty_like(h, at::MemoryFormat::Contiguous);
     // Stores G to `split_g`, or to g, and the gradients of the four vectors to results.
@@ -1868,12 +1868,9 @@ _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = T
 _exports_layers._dynamo_marked_constant = True
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
-_HOPPERS = [
-    i
-    for i in range(torch.cuda.device_count() if torch.version.cuda else 0)
-    if torch.cuda.get_device_capability(i)[0] == 9
-]
-_GROUP = 64  # features of a group, as in the kernels
+_GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
+_HOPPERS = [gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu)[0] == 9]
+_GROUP_SIZE = 64  # features of a group, as in the kernels
 if _HOPPERS:  # where nothing is built, the 0.1 s of this import are saved
     from torch.utils import cpp_extension
 NAMESPACE = _load("hopper_linear_swish_group_norm", "90a") if _HOPPERS else ""
@@ -1898,9 +1895,9 @@ def _fits(linear: nn.Linear, tensors: tuple, groups: int) -> bool:
         return False
     x, weight, *vectors = tensors
     n, k = linear.out_features, linear.in_features
-    if weight.shape != (n, k) or x.shape[1] != k or n != _GROUP * groups or [v.shape for v in vectors] != [(n,)] * 4:
+    if weight.shape != (n, k) or x.shape[1] != k or n != _GROUP_SIZE * groups:
         return False
-    return n <= 8192 or not _is_recorded(*tensors)
+    return [v.shape for v in vectors] == [(n,)] * 4 and (n <= 8192 or not _is_recorded(*tensors))
 
 
 class ModelNew(nn.Module):
@@ -1924,8 +1921,8 @@ class ModelNew(nn.Module):
         linear, norm, bias = self.matmul, self.group_norm, _read(self, "bias")
         tensors = None
         if _is_large(linear, x) and _is_unchanged(linear, nn.Linear) and _is_unchanged(norm, nn.GroupNorm):
-            of_linear = (_read(linear, "weight"), _read(linear, "bias"))
-            tensors = (x, *of_linear, bias, _read(norm, "weight"), _read(norm, "bias"))
+            linear_parameters = (_read(linear, "weight"), _read(linear, "bias"))
+            tensors = (x, *linear_parameters, bias, _read(norm, "weight"), _read(norm, "bias"))
         if tensors is None or not _fits(linear, tensors, norm.num_groups):
             return norm(_swish_and_bias(linear(x), bias))
         settings = (norm.num_groups, norm.eps, _allows_tf32())
