@@ -38,6 +38,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
+#undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
+#undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -80,13 +82,6 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(IN_FLIGHT) : "memory");
 }
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files of this folder. ----
@@ -205,7 +200,6 @@ template <typename T, typename S> struct OneProduct {
 // overflows only if h does. A row with a larger inverse scale has an infinite threshold: all its sums are recomputed.
 constexpr float kLargestInverseScale = 0x1p60f;
 
-__device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the scale that brings `largest` to [2^14, 2^15). (Bits 23 to 30 of a float32 are its exponent plus
 // 127.) The result is 126 at most, so that the scale and its inverse are normal numbers. So a largest value below
@@ -322,7 +316,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
 #pragma unroll
         for (int i = 0; i < kSplitPacks; ++i) {
             for (float v : {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w}) {
-                largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
+                largest = fmaxf(largest, isfinite(v) ? fabsf(v) : 0);
             }
         }
     }
@@ -535,7 +529,7 @@ template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to,
 #pragma unroll
     for (int octet = 0; octet < 8; ++octet) {
         Pack<S, 4> pack;
-        for (int i = 0; i < 4; ++i) pack.value[i] = from_float<S>(sums[4 * octet + i]);
+        for (int i = 0; i < 4; ++i) pack.value[i] = S(sums[4 * octet + i]);
         to[octet * 32 + (threadIdx.x % 32 ^ slot_swizzle<S>(octet))] = pack;
     }
 }
@@ -567,10 +561,10 @@ template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>
             reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[octet * 32 + (p ^ slot_swizzle<S>(octet))]);
         for (int i = 0; i < kPacks; ++i) {
             const int c = 2 * (pair + i);
-            v[r][c] = to_float(packs.value[i].value[0]);
-            v[r][c + 1] = to_float(packs.value[i].value[1]);
-            v[r + 2][c] = to_float(packs.value[i].value[2]);
-            v[r + 2][c + 1] = to_float(packs.value[i].value[3]);
+            v[r][c] = float(packs.value[i].value[0]);
+            v[r][c + 1] = float(packs.value[i].value[1]);
+            v[r + 2][c] = float(packs.value[i].value[2]);
+            v[r + 2][c + 1] = float(packs.value[i].value[3]);
         }
     }
 }
@@ -659,7 +653,7 @@ template <typename T> __device__ __forceinline__ void load_linear_bias(
     for (int octet = 0; octet < 16; ++octet) {  // of columns: see slot_swizzle
         const int own_column = min(column + 8 * octet + int(threadIdx.x) % 4 * 2, n - 2);
         const auto two = *reinterpret_cast<const Pack<T, 2>*>(bias + own_column);
-        for (int i = 0; i < 4; ++i) sums[4 * octet + i] = to_float(two.value[i % 2]);
+        for (int i = 0; i < 4; ++i) sums[4 * octet + i] = float(two.value[i % 2]);
     }
 }
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __device__ __forceinline__ void consumer(
@@ -756,7 +750,7 @@ __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], con
         const int column = lane_start.column + i % 8 * 8;  // float32: the second four columns are 32 further on
         if (row >= m || column >= n) continue;
         Pack16<T> pack;
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[r][i % 8 + j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = T(v[r][i % 8 + j]);
         *reinterpret_cast<Pack16<T>*>(out + int64_t(row) * n + column) = pack;
     }
 }
@@ -764,7 +758,7 @@ __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], con
 template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
     for (int i = 0; i < 8; i += kValuesPer16Bytes<T>) {  // columns as in store_values
         const auto pack = *reinterpret_cast<const Pack16<T>*>(vector + min(column + i * 8, n - kValuesPer16Bytes<T>));
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) to[i + j] = to_float(pack.value[j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) to[i + j] = float(pack.value[j]);
     }
 }
 // What the epilogues of h = x W^T + linear_bias have in common: they make h of the sums. x, W and h are of type T.
@@ -878,8 +872,8 @@ template <class Scheme> static Matrix matrix_of_pieces(const void* numbers, int6
 // TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
 //     K-major    coordinates: number in the row, row, 0           a box: a slice of 128 rows
 //     MN-major   coordinates: number in the strip, row, strip     a box: kSliceK rows, by four strips of each piece
-// A strip is 32 columns of the matrix: 64 bytes of each row. In MN-major the matrix has a row for each index of K, and
-// four strips of a piece are 128 rows of the tile (see wgmma_descriptor).
+// A strip is 32 columns of the matrix, 64 bytes of each row. (In K-major it is the whole row.) In MN-major the matrix
+// has a row for each index of K, and four strips of a piece are 128 rows of the tile (see wgmma_descriptor).
 template <bool MN_MAJOR, class Scheme> static cudaError_t make_tensor_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
@@ -889,26 +883,19 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_tensor_map(CUtens
     }();
     if (encode == nullptr) return cudaErrorNotSupported;
     const cuuint64_t pitch = matrix.pitch, rows = matrix.rows;
-    cuuint64_t sizes[3] = {pitch, rows, 1};
-    cuuint32_t box[3] = {kSliceNumbers, 128, 1};
-    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-    CUtensorMapL2promotion l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-    if (MN_MAJOR) {
-        sizes[0] = 32;
-        sizes[2] = pitch / 32;
-        box[0] = 32;
-        box[1] = Scheme::kSliceK;
-        box[2] = 4 * Scheme::kPieces;
-        swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
-        l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-    }
-    const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, of the second and the third coordinate
+    const cuuint64_t strip = MN_MAJOR ? 32 : pitch;
+    const cuuint64_t sizes[3] = {strip, rows, pitch / strip};
+    const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, from row to row and from strip to strip
+    const cuuint32_t k_major_box[3] = {kSliceNumbers, 128, 1};
+    const cuuint32_t mn_major_box[3] = {32, Scheme::kSliceK, 4 * Scheme::kPieces};
     const cuuint32_t steps[3] = {1, 1, 1};
+    const auto swizzle = MN_MAJOR ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+    const auto l2_promotion = MN_MAJOR ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
     const bool is_bfloat16 = std::is_same_v<typename Scheme::Number, __nv_bfloat16>;
     const auto type = is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     void* const numbers = const_cast<void*>(matrix.numbers);
-    const CUresult result = encode(map, type, 3, numbers, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode(map, type, 3, numbers, sizes, strides, MN_MAJOR ? mn_major_box : k_major_box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 // `terms` is K: how many products each output sums up.
@@ -1038,7 +1025,7 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
     for (int i = 0; i < kThreadColumns; i += kValuesPer16Bytes<T>) {
         const int column = threadIdx.x * kThreadColumns + i;
         Pack16<T> pack;
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[i + j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = T(v[i + j]);
         if (column < n) *reinterpret_cast<Pack16<T>*>(to + column) = pack;
     }
 }
@@ -1048,7 +1035,7 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
     const int first_column = threadIdx.x * kThreadColumns;
     const int padded = int(padded_length<Scheme>(n));
     float largest = 0;
-    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, isfinite(v[i]) ? fabsf(v[i]) : 0.0f);
     largest = reduce_threads(largest, 32, Max());
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
     __syncthreads();
@@ -1126,7 +1113,7 @@ template <typename T> __device__ __forceinline__ void load_columns(const T* from
 #pragma unroll
     for (int i = 0; i < kThreadColumns; i += kValuesPer16Bytes<T>) {
         const auto pack = *reinterpret_cast<const Pack16<T>*>(from + i);
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) v[i + j] = to_float(pack.value[j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) v[i + j] = float(pack.value[j]);
     }
 }
 // The activation stands in five places. To use another, change them all:
@@ -1692,17 +1679,14 @@ TORCH_LIBRARY(NAMESPACE, m) {
           "float eps, bool tf32, bool for_backward) -> Tensor[]");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor bias, Tensor gamma, "
           "float eps, bool tf32, bool[6] needs) -> Tensor[]");
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
-    m.impl("forward", forward_meta);
-    m.impl("backward", backward_meta);
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
-    m.impl("forward", forward_cuda);
-    m.impl("backward", backward_cuda);
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
+    m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
+    // Only `differentiable` has gradients: backward through one of these, called directly, raises an error.
+    for (const char* name : {"forward", "backward"}) {
+        m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
+    }
 }
 """
 
