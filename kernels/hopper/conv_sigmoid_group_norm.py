@@ -221,7 +221,7 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // TF32, so one product of TF32 or fp16 would be less exact than eager.
 
 constexpr int kTaskColumns = 64;  // of one output row: the n of a task's wgmma
-constexpr int kDRegisters = kTaskColumns * 64 / 128;  // a thread's part of wgmma's sums, 64 rows in 128 threads
+constexpr int kAccumulators = kTaskColumns * 64 / 128;  // of a thread: wgmma's sums, 64 rows in 128 threads
 constexpr int kProducers = 2;  // warpgroups of `produce_x`
 constexpr int kMaxConsumers = 4;  // warpgroups of `convolve`
 constexpr int kThreads = 1024;  // of a block: 8 warpgroups
@@ -626,7 +626,7 @@ __device__ __forceinline__ void produce_x(
 // A thread subtracts an anchor from its values d before it adds them up, so that the sums lose few digits. The anchor
 // is the mean of its first eight values of a sample, or of those that exist. (A single value may be far from the
 // others.) valid(j, r) says whether the thread's pair in the j-th eight pixels of row r exists.
-template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kDRegisters], V valid) {
+template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kAccumulators], V valid) {
     float sum = 0;
     int count = 0;
 #pragma unroll
@@ -722,7 +722,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float weigh
 // pixel_address is where the task's first pixel lies in shared memory, in units of 16 bytes, a pixel each.
 template <typename T, typename Config>
 __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Config::kFragments],
-    uint32_t pixel_address, float (&d)[kDRegisters], int next_turn) {
+    uint32_t pixel_address, float (&d)[kAccumulators], int next_turn) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kWgmmas; ++k) {
@@ -732,7 +732,7 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
     barrier_arrive(next_turn, 256);
     wgmma_wait<0>();  // .aligned: the warpgroup's threads must not diverge; `convolve` branches only later
 #pragma unroll
-    for (int i = 0; i < kDRegisters; ++i) {
+    for (int i = 0; i < kAccumulators; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
     }
 }
@@ -758,7 +758,7 @@ __device__ __forceinline__ void store_moments(
 
 // Adds a thread's values d of a task to its deviations.
 template <int ROWS, typename V>
-__device__ __forceinline__ void add_deviations(const float (&d)[kDRegisters], Deviations& deviations, V valid) {
+__device__ __forceinline__ void add_deviations(const float (&d)[kAccumulators], Deviations& deviations, V valid) {
     float sum = 0, squares = 0;
 #pragma unroll
     for (int k = 0; k < kTaskColumns / 8 * ROWS; ++k) {
@@ -777,7 +777,7 @@ __device__ __forceinline__ void add_deviations(const float (&d)[kDRegisters], De
 // The consumer warpgroups take the tasks round-robin, across all samples. Named barriers (1 to 4; in the backward 1 and
 // 2) hand on the turn to issue wgmma, so that one's wgmma runs during the others' activations. Each barrier has 256
 // threads: the warpgroup that waits for the turn, and the one that hands it on. A lane has one channel, and two
-// neighbouring pixels of every eight of a task's rows: pixels 2 q and 2 q + 1, where q is its quad_lane.
+// neighbouring pixels of every eight of a task's rows: pixels 2 * quad_lane and 2 * quad_lane + 1.
 template <typename T, bool FORWARD>
 __device__ __forceinline__ void convolve(const ConvArguments& p, ConvShared& shared, const Band& band,
     const unsigned char* shared_x, float* held, int warp) {
@@ -810,7 +810,7 @@ __device__ __forceinline__ void convolve(const ConvArguments& p, ConvShared& sha
         for (; task < band.tasks; task += Config::kConsumers) {
             const int column = task / band.lines * kTaskColumns, row = task % band.lines * Config::kTaskRows;
             const uint32_t pixel_address = x_begin + cursor.x_stage * p.x_plane_pixels + row * p.width + column;
-            float d[kDRegisters];
+            float d[kAccumulators];
             const bool is_first = task == first_task;
             barrier_sync(own_turn, 256);
             multiply_task<T, Config>(p, a, pixel_address, d, next_turn);
@@ -1673,8 +1673,8 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradShar
     const bool recomputed = p.recomputed[band.sample];  // then recompute_gradients computes this gradient
     for (int octet = 0; octet < 4; ++octet) {
         const int c = 8 * octet + lane / 4;
-        const float unscale = 1 / shared.channels[c].dh_scale * (1 / shared.x_scale);
-        const float factor = fminf(unscale, 0x1p126f);  // not infinite: 0 times infinity is NaN
+        const float inverse_scales = 1 / shared.channels[c].dh_scale * (1 / shared.x_scale);
+        const float factor = fminf(inverse_scales, 0x1p126f);  // not infinite: 0 times infinity is NaN
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int tap = k / 2, i = k % 2;
             const int in = lane % 4 * 2 + i;

@@ -549,17 +549,17 @@ template <typename T> using Pack16 = Pack<T, kValuesPer16Bytes<T>>;
 template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
     const int row = threadIdx.x % 32 / 8;
-    constexpr int kPacks = 4 / sizeof(S);  // in 16 bytes, which are loaded at once
+    constexpr int kPacksAtOnce = 4 / sizeof(S);  // 16 bytes
 #pragma unroll
-    for (int first = 0; first < 8; first += kPacks) {  // of the lane's eight packs
-        const int r = first / 4;
-        const int pair = first % 4;  // of the lane's columns
+    for (int first_pack = 0; first_pack < 8; first_pack += kPacksAtOnce) {  // of the lane's eight packs
+        const int r = first_pack / 4;
+        const int pair = first_pack % 4;  // of the lane's columns
         const int octet = sizeof(S) == 4 ? pair / 2 * 4 + e / 2 : e;
         const int t = sizeof(S) == 4 ? e % 2 * 2 + pair % 2 : pair;
         const int p = (row + r * 4) * 4 + t;
         const auto packs =
-            reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[octet * 32 + (p ^ slot_swizzle<S>(octet))]);
-        for (int i = 0; i < kPacks; ++i) {
+            reinterpret_cast<const Pack<Pack<S, 4>, kPacksAtOnce>&>(from[octet * 32 + (p ^ slot_swizzle<S>(octet))]);
+        for (int i = 0; i < kPacksAtOnce; ++i) {
             const int c = 2 * (pair + i);
             v[r][c] = float(packs.value[i].value[0]);
             v[r][c + 1] = float(packs.value[i].value[1]);
@@ -755,7 +755,7 @@ __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], con
     }
 }
 // Loads a vector's values for a thread's eight columns (see load_sums), of which `column` is the first.
-template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
+template <typename T> __device__ __forceinline__ void load_vector(const T* vector, int column, int n, float (&to)[8]) {
     for (int i = 0; i < 8; i += kValuesPer16Bytes<T>) {  // columns as in store_values
         const auto pack = *reinterpret_cast<const Pack16<T>*>(vector + min(column + i * 8, n - kValuesPer16Bytes<T>));
         for (int j = 0; j < kValuesPer16Bytes<T>; ++j) to[i + j] = float(pack.value[j]);
@@ -776,7 +776,7 @@ template <typename T> struct LinearEpilogue {
         Loaded loaded = {};
         const RowScale* const row_scales = scales + n;
         if constexpr (kScaled) {
-            load_eight(linear_bias, lane_start.column, n, loaded.linear_bias);
+            load_vector(linear_bias, lane_start.column, n, loaded.linear_bias);
             for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(lane_start.row + 4 * r, m - 1)];
             for (int i = 0; i < 8; i += 4) {  // columns as in store_values
                 const int column = min(lane_start.column + i * 8, n - 4);
@@ -1187,9 +1187,9 @@ template <typename T> struct StoreSwishGroupNorm : LinearEpilogue<T> {
     struct Loaded : LinearEpilogue<T>::Loaded { alignas(16) float bias[8], gamma[8], beta[8]; };
     __device__ __forceinline__ Loaded load(const Position& lane_start) const {
         Loaded loaded = {LinearEpilogue<T>::load(lane_start)};
-        load_eight(bias, lane_start.column, this->n, loaded.bias);
-        load_eight(gamma, lane_start.column, this->n, loaded.gamma);
-        load_eight(beta, lane_start.column, this->n, loaded.beta);
+        load_vector(bias, lane_start.column, this->n, loaded.bias);
+        load_vector(gamma, lane_start.column, this->n, loaded.gamma);
+        load_vector(beta, lane_start.column, this->n, loaded.beta);
         return loaded;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Position& lane_start, const Loaded& loaded) const {
@@ -1505,7 +1505,7 @@ void compute_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::
     const SplitGradient split_g = {pieces_g.data_ptr(), scales.data_ptr(), column_exponents, row_exponents,
         row_exponents + m, row_exponents + m + 1};
     check_launch(compute_g(&split_g));
-    const auto multiply = [&](bool is_dw, const at::Tensor& other) {
+    const auto compute_product = [&](bool is_dw, const at::Tensor& other) {
         const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
         const at::Tensor aligned_other = aligned(other);
         const at::Tensor out = at::empty({is_dw ? n : m, k}, x.options());
@@ -1513,8 +1513,8 @@ void compute_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::
             tf32, is_dw, floats(aligned_other), pieces.data_ptr(), floats(out), m, n, k, &split_g, current_stream()));
         results[is_dw ? 1 : 0] = out;
     };
-    if (needs_dx) multiply(false, weight);
-    if (needs_dw) multiply(true, x);
+    if (needs_dx) compute_product(false, weight);
+    if (needs_dw) compute_product(true, x);
 }
 
 struct SwishPointers {
