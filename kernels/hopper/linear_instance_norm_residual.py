@@ -149,10 +149,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //   - A sum is allowed an error of 2^-24 of itself, as in float32 (hi alone: 2^-11, as in TF32). If |sum| is at least
 //     c * 2^14 (hi alone: c * 2), that is at least c * 2^-10, so the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores 2^14 (or 2) times that number as the row's threshold. If
-//     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. That happens
-//     to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
-//     estimate: at K = 8192 scaled sums have a standard deviation of about 2^31.5, so their density at 0 is 0.4 /
-//     2^31.5. A row has 0.3 coarse values. So the share of recomputed sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
+//     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. With normally
+//     distributed operands these are some three of 10^6 sums at K = 8192, and fewer at smaller K. (An estimate: there
+//     the density of scaled sums is 0.4 / 2^31.5 at 0, and a row has 0.3 coarse values: 0.8 * 0.6 * 2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
@@ -672,10 +671,10 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
             for (int i = 0; i < 64; ++i) lower_or_accumulators[i] = sums[i];
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, slices, a, b, sums, lower_or_accumulators);
-        for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot_ring.advance(2)) {
-            const float* const from = s < 2 ? sums : lower_or_accumulators;
+        for (int slot = 0; slot < Scheme::kTileRows / 64; ++slot, slot_ring.advance(2)) {  // of this consumer's
+            const float* const from = slot < 2 ? sums : lower_or_accumulators;
             mbarrier_wait(&shared.slot_empty[slot_ring.index], slot_ring.parity ^ 1);
-            store_sums(shared.slots[slot_ring.index] + warp * 256, from + 32 * (s % 2));
+            store_sums(shared.slots[slot_ring.index] + warp * 256, from + 32 * (slot % 2));
             mbarrier_arrive(&shared.slot_full[slot_ring.index]);
         }
     }
@@ -690,8 +689,8 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
 #pragma unroll 1
-        for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot_ring.advance()) {
-            const int from_consumer = s % 2, column_half = s / 2 % 2, row_half = s / 4;  // see the table of slots
+        for (int slot = 0; slot < Scheme::kTileRows / 32; ++slot, slot_ring.advance()) {  // of the tile's
+            const int from_consumer = slot % 2, column_half = slot / 2 % 2, row_half = slot / 4;  // see the table
             const int row = tile_start.row + from_consumer * (Scheme::kTileRows / 2) + row_half * 64 + warp * 16;
             const int column = tile_start.column + column_half * 64;  // row, column: the first of this warp
             const Position lane_start = {row + lane / 8, column + lane % 8 * kLaneColumns};
@@ -722,9 +721,9 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
             mbarrier_init(&shared.stage_full[s], 1);  // the producer
             mbarrier_init(&shared.stage_empty[s], 8);  // the consumers' warps
         }
-        for (int s = 0; s < Scheme::kSlots; ++s) {
-            mbarrier_init(&shared.slot_full[s], 128);  // the threads of a consumer
-            mbarrier_init(&shared.slot_empty[s], 128);  // the threads of the finisher
+        for (int t = 0; t < Scheme::kSlots; ++t) {
+            mbarrier_init(&shared.slot_full[t], 128);  // the threads of a consumer
+            mbarrier_init(&shared.slot_empty[t], 128);  // the threads of the finisher
         }
         fence_mbarrier_init();  // so that TMA finds the mbarriers initialised
     }
