@@ -1018,7 +1018,7 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {
     const int64_t max_blocks = sm_count() * kMaxGradientThreads / gradient_threads(n);
     return m < max_blocks ? m : max_blocks;
 }
-// Stores a thread's columns of a row, except those beyond n, a multiple of 8.
+// Stores those of a thread's columns of a row that are below n, a multiple of 8.
 template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
 #pragma unroll
     for (int i = 0; i < kThreadColumns; i += kValuesPer16Bytes<T>) {
