@@ -11,8 +11,8 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 There are two paths. Our kernels take 3x3 convolutions of at most 8 input and 32 output channels, in float32, float16 or
 bfloat16, also under autocast. x and the weight are contiguous, and bias and scale have the shape (out_channels, 1, 1)
 (`can_take`, in C++). Stride and dilation are 1, there is one group, no padding, hook or tracing, and eps is at least
-1e-6 (`_is_usual`, in Python). Both layers have weight and bias, and no tensor is of a subclass, in a transform, or in
-an export for training (`_are_ordinary`). There are under 2^25 samples (2^17, if x has under 64 pixels). The width is
+1e-6 (`_layers_fit`, in Python). Both layers have weight and bias, and no tensor is of a subclass, in a transform, or in
+an export for training (`_tensors_fit`). There are under 2^25 samples (2^17, if x has under 64 pixels). The width is
 even, 4 to 352, the height is 3 to 2 + twice the number of multiprocessors (132: 266), and the output has a multiple of
 4 pixels. With gradients the width is at most 256, and the output has at least 8 * (9 * in_channels + 4) pixels (`fits`,
 in C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where C++ decides, the
@@ -108,7 +108,7 @@ template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
 //     v < kVMin ? kVMin : v > kVMax ? kVMax : v, which keeps a NaN. (The backward's formula may use fminf.)
 //   - v lies in [kVMin, kVMax]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range that is
 //     too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too wide only
-//     costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
+//     costs digits of the sums. (The bound in `_layers_fit` is for a range of 1.)
 //   - v and dv/dz are finite at t = 0: `make_dh` computes both there for channels that do not exist.
 //   - dv/dz is not negative: write_and_reduce finds its maximum without fabsf, and prepare_channels chooses dh_scale by
 //     a bound that contains it. dv/dz may be 0 in a whole channel. The larger it is, the larger is v's error, which is
@@ -2215,7 +2215,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor:
 _TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
 
 
-def _are_ordinary(tensors: tuple) -> bool:
+def _tensors_fit(tensors: tuple) -> bool:
     """Whether x is of a GPU and has four dimensions, and none is of a subclass, in a transform or in an export."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -2251,15 +2251,15 @@ class ModelNew(nn.Module):
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         modules = self._modules
         conv, norm = modules.get("conv"), modules.get("group_norm")  # as `_read` does
-        if NAMESPACE and self._is_usual(conv, norm):
+        if NAMESPACE and self._layers_fit(conv, norm):
             conv_parameters = (_read(conv, "weight"), _read(conv, "bias"))
             norm_parameters = (_read(norm, "weight"), _read(norm, "bias"))
             tensors = (x, *conv_parameters, _read(self, "bias"), _read(self, "scale"), *norm_parameters)
-            if _are_ordinary(tensors):
+            if _tensors_fit(tensors):
                 return _OPERATORS.network.default(*tensors, norm.num_groups, norm.eps)
         return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
 
-    def _is_usual(self, conv: nn.Module, norm: nn.Module) -> bool:
+    def _layers_fit(self, conv: nn.Module, norm: nn.Module) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is large enough.
 
         Each of up to 144 bands rounds its sums by up to 2^-47 of the largest possible total (`add_to_total`). So the
