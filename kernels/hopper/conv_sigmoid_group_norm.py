@@ -11,8 +11,8 @@ GPUs and for CPUs there is a portable file of the same name, one folder up.
 There are two paths. Our kernels take 3x3 convolutions of at most 8 input and 32 output channels, in float32, float16 or
 bfloat16, also under autocast. x and the weight are contiguous, and bias and scale have the shape (out_channels, 1, 1)
 (`can_take`, in C++). Stride and dilation are 1, there is one group, no padding, hook or tracing, and eps is at least
-1e-6 (`_is_usual`, in Python). Both layers have weight and bias, and no tensor is of a subclass, in a transform, or in
-an export for training (`_are_ordinary`). There are under 2^25 samples (2^17, if x has under 64 pixels). The width is
+1e-6 (`_layers_fit`, in Python). Both layers have weight and bias, and no tensor is of a subclass, in a transform, or in
+an export for training (`_tensors_fit`). There are under 2^25 samples (2^17, if x has under 64 pixels). The width is
 even, 4 to 352, the height is 3 to 2 + twice the number of multiprocessors (132: 266), and the output has a multiple of
 4 pixels. With gradients the width is at most 256, and the output has at least 8 * (9 * in_channels + 4) pixels (`fits`,
 in C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where C++ decides, the
@@ -84,10 +84,10 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 
-template <int N> __device__ __forceinline__ void more_registers() {
+template <int N> __device__ __forceinline__ void raise_registers_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
-template <int N> __device__ __forceinline__ void fewer_registers() {
+template <int N> __device__ __forceinline__ void lower_registers_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
 
@@ -108,7 +108,7 @@ template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
 //     v < kVMin ? kVMin : v > kVMax ? kVMax : v, which keeps a NaN. (The backward's formula may use fminf.)
 //   - v lies in [kVMin, kVMax]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range that is
 //     too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too wide only
-//     costs digits of the sums. (The bound in `_is_usual` is for a range of 1.)
+//     costs digits of the sums. (The bound in `_layers_fit` is for a range of 1.)
 //   - v and dv/dz are finite at t = 0: `make_dh` computes both there for channels that do not exist.
 //   - dv/dz is not negative: write_and_reduce finds its maximum without fabsf, and prepare_channels chooses dh_scale by
 //     a bound that contains it. dv/dz may be 0 in a whole channel. The larger it is, the larger is v's error, which is
@@ -221,7 +221,7 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // TF32, so one product of TF32 or fp16 would be less exact than eager.
 
 constexpr int kTaskColumns = 64;  // of one output row: the n of a task's wgmma
-constexpr int kDRegisters = kTaskColumns * 64 / 128;  // a thread's part of wgmma's sums, 64 rows in 128 threads
+constexpr int kAccumulators = kTaskColumns * 64 / 128;  // of a thread: wgmma's sums, 64 rows in 128 threads
 constexpr int kProducers = 2;  // warpgroups of `produce_x`
 constexpr int kMaxConsumers = 4;  // warpgroups of `convolve`
 constexpr int kThreads = 1024;  // of a block: 8 warpgroups
@@ -567,7 +567,7 @@ template <typename T, bool FORWARD>
 __device__ __forceinline__ void produce_x(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* shared_x) {
     using Config = ConvConfig<T, FORWARD>;
-    fewer_registers<Config::kProducerRegisters>();
+    lower_registers_to<Config::kProducerRegisters>();
     constexpr int kStride = 128 * kProducers * Config::kLoadPixels;  // pixels, from a thread's load to its next
     constexpr int kLoads = 4 / Config::kLoadPixels;
     using Load = Pack<T, Config::kLoadPixels>;
@@ -626,7 +626,7 @@ __device__ __forceinline__ void produce_x(
 // A thread subtracts an anchor from its values d before it adds them up, so that the sums lose few digits. The anchor
 // is the mean of its first eight values of a sample, or of those that exist. (A single value may be far from the
 // others.) valid(j, r) says whether the thread's pair in the j-th eight pixels of row r exists.
-template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kDRegisters], V valid) {
+template <int ROWS, typename V> __device__ __forceinline__ float anchor_of(const float (&d)[kAccumulators], V valid) {
     float sum = 0;
     int count = 0;
 #pragma unroll
@@ -722,7 +722,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float weigh
 // pixel_address is where the task's first pixel lies in shared memory, in units of 16 bytes, a pixel each.
 template <typename T, typename Config>
 __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint4 (&a)[Config::kFragments],
-    uint32_t pixel_address, float (&d)[kDRegisters], int next_turn) {
+    uint32_t pixel_address, float (&d)[kAccumulators], int next_turn) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kWgmmas; ++k) {
@@ -732,7 +732,7 @@ __device__ __forceinline__ void multiply_task(const ConvArguments& p, const uint
     barrier_arrive(next_turn, 256);
     wgmma_wait<0>();  // .aligned: the warpgroup's threads must not diverge; `convolve` branches only later
 #pragma unroll
-    for (int i = 0; i < kDRegisters; ++i) {
+    for (int i = 0; i < kAccumulators; ++i) {
         asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
     }
 }
@@ -758,7 +758,7 @@ __device__ __forceinline__ void store_moments(
 
 // Adds a thread's values d of a task to its deviations.
 template <int ROWS, typename V>
-__device__ __forceinline__ void add_deviations(const float (&d)[kDRegisters], Deviations& deviations, V valid) {
+__device__ __forceinline__ void add_deviations(const float (&d)[kAccumulators], Deviations& deviations, V valid) {
     float sum = 0, squares = 0;
 #pragma unroll
     for (int k = 0; k < kTaskColumns / 8 * ROWS; ++k) {
@@ -777,12 +777,12 @@ __device__ __forceinline__ void add_deviations(const float (&d)[kDRegisters], De
 // The consumer warpgroups take the tasks round-robin, across all samples. Named barriers (1 to 4; in the backward 1 and
 // 2) hand on the turn to issue wgmma, so that one's wgmma runs during the others' activations. Each barrier has 256
 // threads: the warpgroup that waits for the turn, and the one that hands it on. A lane has one channel, and two
-// neighbouring pixels of every eight of a task's rows: pixels 2 q and 2 q + 1, where q is its quad_lane.
+// neighbouring pixels of every eight of a task's rows: pixels 2 * quad_lane and 2 * quad_lane + 1.
 template <typename T, bool FORWARD>
 __device__ __forceinline__ void convolve(const ConvArguments& p, ConvShared& shared, const Band& band,
     const unsigned char* shared_x, float* held, int warp) {
     using Config = ConvConfig<T, FORWARD>;
-    more_registers<Config::kConsumerRegisters>();
+    raise_registers_to<Config::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int quad_lane = threadIdx.x % 4;
     const int c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
@@ -810,7 +810,7 @@ __device__ __forceinline__ void convolve(const ConvArguments& p, ConvShared& sha
         for (; task < band.tasks; task += Config::kConsumers) {
             const int column = task / band.lines * kTaskColumns, row = task % band.lines * Config::kTaskRows;
             const uint32_t pixel_address = x_begin + cursor.x_stage * p.x_plane_pixels + row * p.width + column;
-            float d[kDRegisters];
+            float d[kAccumulators];
             const bool is_first = task == first_task;
             barrier_sync(own_turn, 256);
             multiply_task<T, Config>(p, a, pixel_address, d, next_turn);
@@ -1109,7 +1109,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     } else if (other_warp < 0) {
         produce_x<T, FORWARD>(p, shared, band, dynamic_shared);
     } else {
-        fewer_registers<Config::kOtherRegisters>();
+        lower_registers_to<Config::kOtherRegisters>();
         if constexpr (!FORWARD) write_and_reduce<T>(p, shared, band, held, other_warp);
         else if (other_warp < Config::kWriterWarps) write<T>(p, shared, band, held, other_warp);
         else if (other_warp == Config::kWriterWarps) publish_sums<T>(p, shared);
@@ -1467,7 +1467,7 @@ __device__ __forceinline__ void store_vector_gradients(const BackwardArguments<T
 template <typename T>
 __device__ __forceinline__ void make_dh(
     const BackwardArguments<T>& p, GradShared& shared, const RowBand& band, Fetched<T>& fetched) {
-    fewer_registers<kMakerRegisters>();
+    lower_registers_to<kMakerRegisters>();
     const int first_channel = threadIdx.x / 32 % kRoleWarps * 4;  // of the warp
     const int lane = threadIdx.x % 32;
     const int output_pixels = p.rows * p.columns;
@@ -1658,7 +1658,7 @@ __device__ __forceinline__ void store_grad_x(
 // Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers.
 template <typename T>
 __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradShared& shared, const RowBand& band) {
-    more_registers<kMultiplierRegisters>();
+    raise_registers_to<kMultiplierRegisters>();
     float grad_weights[2][kTaps][4] = {}, grad_x_rows[3][2][4] = {};
     const float grad_x_factor = 1 / shared.grad_x_scale;
     for (int row = band.first_dh_row; row < band.end_row; ++row) {
@@ -1673,8 +1673,8 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradShar
     const bool recomputed = p.recomputed[band.sample];  // then recompute_gradients computes this gradient
     for (int octet = 0; octet < 4; ++octet) {
         const int c = 8 * octet + lane / 4;
-        const float unscale = 1 / shared.channels[c].dh_scale * (1 / shared.x_scale);
-        const float factor = fminf(unscale, 0x1p126f);  // not infinite: 0 times infinity is NaN
+        const float inverse_scales = 1 / shared.channels[c].dh_scale * (1 / shared.x_scale);
+        const float factor = fminf(inverse_scales, 0x1p126f);  // not infinite: 0 times infinity is NaN
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int tap = k / 2, i = k % 2;
             const int in = lane % 4 * 2 + i;
@@ -2215,7 +2215,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor:
 _TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, not strict, runs a module with it
 
 
-def _are_ordinary(tensors: tuple) -> bool:
+def _tensors_fit(tensors: tuple) -> bool:
     """Whether x is of a GPU and has four dimensions, and none is of a subclass, in a transform or in an export."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -2251,15 +2251,15 @@ class ModelNew(nn.Module):
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         modules = self._modules
         conv, norm = modules.get("conv"), modules.get("group_norm")  # as `_read` does
-        if NAMESPACE and self._is_usual(conv, norm):
+        if NAMESPACE and self._layers_fit(conv, norm):
             conv_parameters = (_read(conv, "weight"), _read(conv, "bias"))
             norm_parameters = (_read(norm, "weight"), _read(norm, "bias"))
             tensors = (x, *conv_parameters, _read(self, "bias"), _read(self, "scale"), *norm_parameters)
-            if _are_ordinary(tensors):
+            if _tensors_fit(tensors):
                 return _OPERATORS.network.default(*tensors, norm.num_groups, norm.eps)
         return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
 
-    def _is_usual(self, conv: nn.Module, norm: nn.Module) -> bool:
+    def _layers_fit(self, conv: nn.Module, norm: nn.Module) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is large enough.
 
         Each of up to 144 bands rounds its sums by up to 2^-47 of the largest possible total (`add_to_total`). So the

@@ -38,6 +38,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
+#undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
+#undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -52,8 +54,8 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
-// Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* bar, uint32_t bytes) {
+// Arrives, and makes the phase also wait until asynchronous copies have written `bytes` bytes.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
         :
         : "r"(shared_address(bar)), "r"(bytes)
@@ -67,10 +69,10 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
         : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void more_registers() {
+template <int N> __device__ __forceinline__ void raise_registers_to() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
-template <int N> __device__ __forceinline__ void fewer_registers() {
+template <int N> __device__ __forceinline__ void lower_registers_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
 // Call wgmma_fence before a warpgroup's first wgmma, and again after other code has written its accumulators.
@@ -80,19 +82,12 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(IN_FLIGHT) : "memory");
 }
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files of this folder. ----
 //
 // K is the dimension that a product sums over, or its length: here the k columns of x (m, k) and W (n, k). "32 of K"
-// are 32 indices. The template parameter `Scheme` names one of two ways to multiply float32, or the one for 16 bits.
+// are 32 indices. There are two ways to multiply float32 and one for 16-bit types. The parameter `Scheme` names one:
 //
 // ThreeProducts: float32, with errors below those of cuBLAS's float32 product. split_rows multiplies each row of x and
 // of W by its scale, the power of two that brings its largest value to [2^14, 2^15). (fp16 rounds values of 65520 and
@@ -147,17 +142,16 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     columns of the tile             0-63  0-63  64-127 64-127   0-63    0-63    64-127  64-127
 //
 // Thresholds. fp16 has 11 significant bits from 2^-14 on. Below, it has multiples of 2^-24: rounding errs by <= 2^-25.
-//   - The pieces of a large enough value err by at most 2^-23 of it (hi alone: 2^-11 of it). For smaller values 2^-25
-//     is more than that. Such values, not 0 but below 2^-2 (hi alone: 2^-14) once scaled, are called coarse.
+//   - The pieces of a scaled value err by at most 2^-23 of it (hi alone: 2^-11 of it) or by 2^-25, whichever is more.
+//     2^-25 is more if the value is below 2^-2 (hi alone: 2^-14). Such values, unless they are 0, are called coarse.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
-//   - A sum is allowed an error of 2^-24 of itself, as in float32 (with hi alone 2^-11, as in TF32). If |sum| is c *
-//     2^14 or more (with hi alone c * 2), that is c * 2^-10 or more: the coarse values do no harm.
+//   - A sum is allowed an error of 2^-24 of itself, as in float32 (hi alone: 2^-11, as in TF32). If |sum| is at least
+//     c * 2^14 (hi alone: c * 2), that is at least c * 2^-10, so the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores 2^14 (or 2) times that number as the row's threshold. If
-//     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. That happens
-//     to some three of 10^6 sums of normally distributed operands at K = 8192, and less often at smaller K. (An
-//     estimate: at K = 8192 scaled sums have a standard deviation of about 2^31.5, so their density at 0 is 0.4 /
-//     2^31.5. A row has 0.3 coarse values. So the share of recomputed sums is 0.8 * 2 * 0.3 * 2^14 / 2^31.5.)
+//     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. With normally
+//     distributed operands these are some three of 10^6 sums at K = 8192, and fewer at smaller K. (An estimate: there
+//     the density of scaled sums is 0.4 / 2^31.5 at 0, and a row has 0.3 coarse values: 0.8 * 0.6 * 2^14 / 2^31.5.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
@@ -195,17 +189,16 @@ template <typename T, typename S> struct OneProduct {
     static constexpr float kThresholdPerCoarse = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
 };
-// To change the tile. Its columns, 128, are the n of the instruction m64n128k16. (Another n needs another list of
-// registers in WGMMA.) Its rows are 128 or 256, because each of the two consumers computes 64, the m of one such
-// instruction, or 128, the m of two. A TMA box has 128 rows (make_map, producer). The 64 columns of a slot are a group
-// of linear_swish_group_norm's, whose epilogue needs a whole group.
+// What depends on the tile's size: its 128 columns are the n of the instruction m64n128k16. (Another n needs another
+// list of registers in WGMMA.) Its rows are 128 or 256, because each of the two consumers computes 64, the m of one
+// such instruction, or 128, the m of two. A TMA box has 128 rows (see make_tensor_map and producer). The 64 columns of
+// a slot are one group of linear_swish_group_norm, whose epilogue needs a whole group.
 //
 // Scaled sums are below 2^15 * 2^15 * K < 2^54, because check_product takes K below 2^24. The finisher first multiplies
 // a sum by the row's inverse scale, at most 2^60: the result is below 2^114. Then it multiplies by the column's. That
 // overflows only if h does. A row with a larger inverse scale has an infinite threshold: all its sums are recomputed.
 constexpr float kLargestInverseScale = 0x1p60f;
 
-__device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the scale that brings `largest` to [2^14, 2^15). (Bits 23 to 30 of a float32 are its exponent plus
 // 127.) The result is 126 at most, so that the scale and its inverse are normal numbers. So a largest value below
@@ -229,11 +222,12 @@ struct Add {
 struct Max {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
-// Reduces v by op over `threads` neighbouring threads (a power of two). Each of them gets the result. Up to 32 threads:
-// call it with whole warps; warp_values is unused. More: call it with the whole block, and give it one float of shared
-// memory a warp. The call writes these before its __syncthreads() and reads them after it, so their next use must come
-// after another __syncthreads(), such as that of a call with other warp_values.
-template <class Op> __device__ __forceinline__ float reduce_threads(float v, int threads, float* warp_values, Op op) {
+// Reduces v by op over `threads` neighbouring threads (a power of two). Each of them gets the result. For up to 32
+// threads, whole warps call it. For more, the whole block calls it, and warp_values is one float of shared memory for
+// each warp. The call writes warp_values before its __syncthreads() and reads them after it. So the next use of the
+// same warp_values must come after another __syncthreads(), such as that of a call with others.
+template <class Op>
+__device__ __forceinline__ float reduce_threads(float v, int threads, Op op, float* warp_values = nullptr) {
     for (int offset = min(threads, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (threads <= 32) return v;
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
@@ -270,8 +264,7 @@ struct RowScale {
 // + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
 // exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
-// What split_rows reads and writes.
-struct Operand {
+struct RowsToSplit {  // what split_rows reads and writes
     const float* values;
     __half* pieces;
     int64_t rows;
@@ -288,67 +281,67 @@ struct Operand {
     }
 };
 constexpr int kSplitThreads = 256;
-constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
+constexpr int kSplitPacks = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
 // The first `first_blocks` blocks split `first`, the others `second`. `threads_per_row` neighbouring threads, one to
 // eight whole warps, own a row. They load it to their registers, find its largest value, and split it from there. A row
 // of more than 8192 values is loaded twice.
 // Three blocks a multiprocessor: a thread may have 65536 / 768 registers, rounded down to 80, and uses 79.
 template <class Scheme>
-__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_constant__ Operand first,
-    const __grid_constant__ Operand second, int threads_per_row, unsigned first_blocks) {
+__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_constant__ RowsToSplit first,
+    const __grid_constant__ RowsToSplit second, int threads_per_row, unsigned first_blocks) {
     __shared__ float warp_values[2][kSplitThreads / 32];
     const bool is_first = blockIdx.x < first_blocks;
-    const Operand& operand = is_first ? first : second;
+    const RowsToSplit& operand = is_first ? first : second;
     const int64_t block = is_first ? blockIdx.x : blockIdx.x - first_blocks;
     const int64_t row = block * (kSplitThreads / threads_per_row) + threadIdx.x / threads_per_row;
-    const bool exists = row < operand.rows;
+    const bool row_exists = row < operand.rows;
     const int thread_in_row = threadIdx.x % threads_per_row;
-    const int quads_per_pass = threads_per_row * kSplitQuads;
+    const int packs_per_pass = threads_per_row * kSplitPacks;
     const int padded = int(padded_length<Scheme>(operand.length));
-    const int quads = padded / 4;
+    const int packs = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.length);
-    float4 loaded[kSplitQuads];
-    const auto load = [&](int first_quad) {
+    float4 loaded[kSplitPacks];
+    const auto load = [&](int first_pack) {
 #pragma unroll
-        for (int i = 0; i < kSplitQuads; ++i) {
-            const int quad = first_quad + thread_in_row + i * threads_per_row;
-            loaded[i] = exists && quad < operand.length / 4 ? values[quad] : make_float4(0, 0, 0, 0);
+        for (int i = 0; i < kSplitPacks; ++i) {
+            const int pack = first_pack + thread_in_row + i * threads_per_row;
+            loaded[i] = row_exists && pack < operand.length / 4 ? values[pack] : make_float4(0, 0, 0, 0);
         }
     };
     float largest = 0;  // of the finite values
     float coarse_count = 0;
-    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
-        load(first_quad);
+    for (int first_pack = 0; first_pack < packs; first_pack += packs_per_pass) {
+        load(first_pack);
 #pragma unroll
-        for (int i = 0; i < kSplitQuads; ++i) {
+        for (int i = 0; i < kSplitPacks; ++i) {
             for (float v : {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w}) {
-                largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
+                largest = fmaxf(largest, isfinite(v) ? fabsf(v) : 0);
             }
         }
     }
-    largest = reduce_threads(largest, threads_per_row, warp_values[0], Max());
-    const int exponent = exists ? operand.exponent(row, largest) : 0;
+    largest = reduce_threads(largest, threads_per_row, Max(), warp_values[0]);
+    const int exponent = row_exists ? operand.exponent(row, largest) : 0;
     const float factor = power_of_two(exponent / 2);
     const float other_factor = power_of_two(exponent - exponent / 2);
-    for (int first_quad = 0; first_quad < quads; first_quad += quads_per_pass) {
-        if (quads > quads_per_pass) load(first_quad);  // else it is still in the registers
+    for (int first_pack = 0; first_pack < packs; first_pack += packs_per_pass) {
+        if (packs > packs_per_pass) load(first_pack);  // else it is still in the registers
 #pragma unroll
-        for (int i = 0; i < kSplitQuads; ++i) {
-            const int quad = first_quad + thread_in_row + i * threads_per_row;
+        for (int i = 0; i < kSplitPacks; ++i) {
+            const int pack = first_pack + thread_in_row + i * threads_per_row;
             float v[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * factor * other_factor;
                 coarse_count += fabsf(scaled) < Scheme::kCoarseBelow && v[j] != 0 ? 1.0f : 0.0f;
                 v[j] = scaled;
             }
-            if (exists && quad < quads) {
-                store_pieces<Scheme>(operand.pieces + row * padded * Scheme::kPieces, quad * 4, v);
+            if (row_exists && pack < packs) {
+                store_pieces<Scheme>(operand.pieces + row * padded * Scheme::kPieces, pack * 4, v);
             }
         }
     }
     if (operand.scales == nullptr) return;
-    coarse_count = reduce_threads(coarse_count, threads_per_row, warp_values[1], Add());
-    if (thread_in_row != 0 || !exists) return;
+    coarse_count = reduce_threads(coarse_count, threads_per_row, Add(), warp_values[1]);
+    if (thread_in_row != 0 || !row_exists) return;
     RowScale result = {power_of_two(-exponent), coarse_count * Scheme::kThresholdPerCoarse};
     if (result.inverse_scale > kLargestInverseScale) result.threshold = INFINITY;
     // No finite value but 0: the row's sums are 0 or not finite, and none is recomputed.
@@ -357,7 +350,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
 }
 
 // Starts a copy by TMA: the box at (x, y, z) of the map's tensor, to shared memory. `bar` counts its bytes.
-__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
         :
@@ -424,23 +417,23 @@ template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a ro
     }
 };
 
-// `slices`: how many slices of each row a tile takes, with those beyond the end of K (see launch_multiply).
+// `slices`: how many slices of each row a tile takes, including those beyond the end of K (see launch_multiply).
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void producer(
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int slices) {
     Ring<Scheme::kStages> stage_ring;
-    // A box is a slice of 128 rows of the tile. See make_map for the order of the coordinates.
+    // A box is a slice of 128 rows of the tile. See make_tensor_map for the order of the coordinates.
     const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int slice, int row) {
         uint64_t* bar = &shared.stage_full[stage_ring.index];
-        if (mn_major) tensor_load(to, map, 0, slice * Scheme::kSliceK, row / 32 * Scheme::kPieces, bar);
-        else tensor_load(to, map, slice * kSliceNumbers, row, 0, bar);
+        if (mn_major) tma_load(to, map, 0, slice * Scheme::kSliceK, row / 32 * Scheme::kPieces, bar);
+        else tma_load(to, map, slice * kSliceNumbers, row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
         for (int slice = 0; slice < slices; ++slice, stage_ring.advance()) {
             Stage<Scheme>& stage = shared.stages[stage_ring.index];
             mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);
-            mbarrier_arrive_expect(&shared.stage_full[stage_ring.index], sizeof(stage));
+            mbarrier_arrive_expect_tx(&shared.stage_full[stage_ring.index], sizeof(stage));
             for (int row = 0; row < Scheme::kTileRows; row += 128) {
                 load(MN_MAJOR_A, stage.a + row * 128, map_a, slice, tile_start.row + row);
             }
@@ -488,9 +481,9 @@ template <bool MN_MAJOR> __device__ __forceinline__ uint64_t wgmma_descriptor(co
 // Added to a descriptor, in its units of 16 bytes: the first leads to the next 16 of K, the second from hi to lo.
 template <bool MN_MAJOR> constexpr int kStepAlongK = (MN_MAJOR ? 1024 : 32) / 16;
 template <bool MN_MAJOR> constexpr int kStepToLo = (MN_MAJOR ? 2048 : 64) / 16;
-// The products of a slice of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
+// The products of a slice, 32 of K: multiply_hi_lo computes hi lo' and lo hi', multiply_hi_hi computes hi hi'.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B>
-__device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void multiply_hi_lo(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
     constexpr int kStepA = kStepAlongK<MN_MAJOR_A>, kStepB = kStepAlongK<MN_MAJOR_B>;
     const uint64_t a_lo = a + kStepToLo<MN_MAJOR_A>, b_lo = b + kStepToLo<MN_MAJOR_B>;
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_lo, b, accumulate);
@@ -498,7 +491,7 @@ __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint6
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a_lo + kStepA, b + kStepB, 1);
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepA, b_lo + kStepB, 1);
 }
-template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void multiply_large(
+template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void multiply_hi_hi(
     float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a, b, 1);
     wgmma<MN_MAJOR_A, MN_MAJOR_B>(d, a + kStepAlongK<MN_MAJOR_A>, b + kStepAlongK<MN_MAJOR_B>, 1);
@@ -535,7 +528,7 @@ template <typename S> __device__ __forceinline__ void store_sums(Pack<S, 4>* to,
 #pragma unroll
     for (int octet = 0; octet < 8; ++octet) {
         Pack<S, 4> pack;
-        for (int i = 0; i < 4; ++i) pack.value[i] = from_float<S>(sums[4 * octet + i]);
+        for (int i = 0; i < 4; ++i) pack.value[i] = S(sums[4 * octet + i]);
         to[octet * 32 + (threadIdx.x % 32 ^ slot_swizzle<S>(octet))] = pack;
     }
 }
@@ -555,22 +548,22 @@ template <typename T> using Pack16 = Pack<T, kValuesPer16Bytes<T>>;
 template <typename S> __device__ __forceinline__ void load_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
     const int e = threadIdx.x % 8;
     const int row = threadIdx.x % 32 / 8;
-    constexpr int kPacks = 4 / sizeof(S);  // in 16 bytes, which are loaded at once
+    constexpr int kPacksAtOnce = 4 / sizeof(S);  // 16 bytes
 #pragma unroll
-    for (int first = 0; first < 8; first += kPacks) {  // of the lane's eight packs
-        const int r = first / 4;
-        const int pair = first % 4;  // of the lane's columns
+    for (int first_pack = 0; first_pack < 8; first_pack += kPacksAtOnce) {  // of the lane's eight packs
+        const int r = first_pack / 4;
+        const int pair = first_pack % 4;  // of the lane's columns
         const int octet = sizeof(S) == 4 ? pair / 2 * 4 + e / 2 : e;
         const int t = sizeof(S) == 4 ? e % 2 * 2 + pair % 2 : pair;
         const int p = (row + r * 4) * 4 + t;
         const auto packs =
-            reinterpret_cast<const Pack<Pack<S, 4>, kPacks>&>(from[octet * 32 + (p ^ slot_swizzle<S>(octet))]);
-        for (int i = 0; i < kPacks; ++i) {
+            reinterpret_cast<const Pack<Pack<S, 4>, kPacksAtOnce>&>(from[octet * 32 + (p ^ slot_swizzle<S>(octet))]);
+        for (int i = 0; i < kPacksAtOnce; ++i) {
             const int c = 2 * (pair + i);
-            v[r][c] = to_float(packs.value[i].value[0]);
-            v[r][c + 1] = to_float(packs.value[i].value[1]);
-            v[r + 2][c] = to_float(packs.value[i].value[2]);
-            v[r + 2][c + 1] = to_float(packs.value[i].value[3]);
+            v[r][c] = float(packs.value[i].value[0]);
+            v[r][c + 1] = float(packs.value[i].value[1]);
+            v[r + 2][c] = float(packs.value[i].value[2]);
+            v[r + 2][c + 1] = float(packs.value[i].value[3]);
         }
     }
 }
@@ -585,7 +578,7 @@ __device__ __forceinline__ void keep_below_wait(float (&v)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
 }
-// Three products, by a warpgroup: the sums of 64 rows of a tile. The accumulators hold two slices' products, 64 of K.
+// Three products: a warpgroup computes the sums of 64 rows of a tile. Its accumulators add up two slices, 64 of K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
     MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& stage_ring, int slices, uint64_t a, uint64_t b,
     float (&sums)[64], float (&accumulators)[64]) {
@@ -600,13 +593,13 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
             const int next = s + 1;
             mbarrier_wait(&shared.stage_full[s], stage_ring.parity);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep, 0);
+            multiply_hi_lo<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep, 0);
             mbarrier_wait(&shared.stage_full[next], stage_ring.parity);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep, 1);
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep);
+            multiply_hi_lo<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep, 1);
+            multiply_hi_hi<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + s * kStageStep, b + s * kStageStep);
             wgmma_commit();
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep);
+            multiply_hi_hi<MN_MAJOR_A, MN_MAJOR_B>(accumulators, a + next * kStageStep, b + next * kStageStep);
             wgmma_commit();
             wgmma_wait<1>();  // for the older group: it has all wgmmas that read stage s
             free_stage(shared, s);
@@ -618,9 +611,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
         }
     }
 }
-// One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper rows and 64 lower rows. The tensor cores alone
-// add them up, as in cuBLAS. What they truncate is small beside rounding the operands to 11 bits, or 16-bit sums to 11
-// or fewer.
+// One product: a warpgroup computes the sums of 128 rows of a tile, of 64 upper and 64 lower ones. The tensor cores
+// alone add them up, as in cuBLAS. They truncate, but the operands or the sums are rounded to 11 bits or fewer anyway.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& stage_ring, int slices, uint64_t a,
     uint64_t b, float (&upper)[64], float (&lower)[64]) {
@@ -660,7 +652,7 @@ template <typename T> __device__ __forceinline__ void load_linear_bias(
     for (int octet = 0; octet < 16; ++octet) {  // of columns: see slot_swizzle
         const int own_column = min(column + 8 * octet + int(threadIdx.x) % 4 * 2, n - 2);
         const auto two = *reinterpret_cast<const Pack<T, 2>*>(bias + own_column);
-        for (int i = 0; i < 4; ++i) sums[4 * octet + i] = to_float(two.value[i % 2]);
+        for (int i = 0; i < 4; ++i) sums[4 * octet + i] = float(two.value[i % 2]);
     }
 }
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __device__ __forceinline__ void consumer(
@@ -679,10 +671,10 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
             for (int i = 0; i < 64; ++i) lower_or_accumulators[i] = sums[i];
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, slices, a, b, sums, lower_or_accumulators);
-        for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot_ring.advance(2)) {
-            const float* const from = s < 2 ? sums : lower_or_accumulators;
+        for (int slot = 0; slot < Scheme::kTileRows / 64; ++slot, slot_ring.advance(2)) {  // of this consumer's
+            const float* const from = slot < 2 ? sums : lower_or_accumulators;
             mbarrier_wait(&shared.slot_empty[slot_ring.index], slot_ring.parity ^ 1);
-            store_sums(shared.slots[slot_ring.index] + warp * 256, from + 32 * (s % 2));
+            store_sums(shared.slots[slot_ring.index] + warp * 256, from + 32 * (slot % 2));
             mbarrier_arrive(&shared.slot_full[slot_ring.index]);
         }
     }
@@ -697,10 +689,10 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
 #pragma unroll 1
-        for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot_ring.advance()) {
-            const int which_consumer = s % 2, right = s / 2 % 2, lower = s / 4;  // what the slot holds: see the table
-            const int row = tile_start.row + which_consumer * (Scheme::kTileRows / 2) + lower * 64 + warp * 16;
-            const int column = tile_start.column + right * 64;  // row, column: the first of this warp
+        for (int slot = 0; slot < Scheme::kTileRows / 32; ++slot, slot_ring.advance()) {  // of the tile's
+            const int from_consumer = slot % 2, column_half = slot / 2 % 2, row_half = slot / 4;  // see the table
+            const int row = tile_start.row + from_consumer * (Scheme::kTileRows / 2) + row_half * 64 + warp * 16;
+            const int column = tile_start.column + column_half * 64;  // row, column: the first of this warp
             const Position lane_start = {row + lane / 8, column + lane % 8 * kLaneColumns};
             const auto loaded = epilogue.load(lane_start);  // scales, bias and more: they arrive during the wait
             float sums[4][8];
@@ -729,21 +721,21 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
             mbarrier_init(&shared.stage_full[s], 1);  // the producer
             mbarrier_init(&shared.stage_empty[s], 8);  // the consumers' warps
         }
-        for (int s = 0; s < Scheme::kSlots; ++s) {
-            mbarrier_init(&shared.slot_full[s], 128);  // the threads of a consumer
-            mbarrier_init(&shared.slot_empty[s], 128);  // the threads of the finisher
+        for (int t = 0; t < Scheme::kSlots; ++t) {
+            mbarrier_init(&shared.slot_full[t], 128);  // the threads of a consumer
+            mbarrier_init(&shared.slot_empty[t], 128);  // the threads of the finisher
         }
         fence_mbarrier_init();  // so that TMA finds the mbarriers initialised
     }
     __syncthreads();
     if (warpgroup == 3) {
-        fewer_registers<Scheme::kProducerRegisters>();
+        lower_registers_to<Scheme::kProducerRegisters>();
         if (threadIdx.x % 128 == 0) producer<MN_MAJOR_A, MN_MAJOR_B>(shared, &map_a, &map_b, tiles, slices);
     } else if (warpgroup == 2) {
-        more_registers<Scheme::kFinisherRegisters>();
+        raise_registers_to<Scheme::kFinisherRegisters>();
         finisher(shared, tiles, epilogue);
     } else {
-        more_registers<Scheme::kConsumerRegisters>();
+        raise_registers_to<Scheme::kConsumerRegisters>();
         consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, epilogue, slices, warpgroup);
     }
 }
@@ -757,15 +749,15 @@ __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], con
         const int column = lane_start.column + i % 8 * 8;  // float32: the second four columns are 32 further on
         if (row >= m || column >= n) continue;
         Pack16<T> pack;
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[r][i % 8 + j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = T(v[r][i % 8 + j]);
         *reinterpret_cast<Pack16<T>*>(out + int64_t(row) * n + column) = pack;
     }
 }
 // Loads a vector's values for a thread's eight columns (see load_sums), of which `column` is the first.
-template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
+template <typename T> __device__ __forceinline__ void load_vector(const T* vector, int column, int n, float (&to)[8]) {
     for (int i = 0; i < 8; i += kValuesPer16Bytes<T>) {  // columns as in store_values
         const auto pack = *reinterpret_cast<const Pack16<T>*>(vector + min(column + i * 8, n - kValuesPer16Bytes<T>));
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) to[i + j] = to_float(pack.value[j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) to[i + j] = float(pack.value[j]);
     }
 }
 // What the epilogues of h = x W^T + linear_bias have in common: they make h of the sums. x, W and h are of type T.
@@ -781,14 +773,13 @@ template <typename T> struct LinearEpilogue {
     };
     __device__ __forceinline__ Loaded load(const Position& lane_start) const {
         Loaded loaded = {};
-        const RowScale* const column_scales = scales;
-        const RowScale* const row_scales = column_scales + n;
+        const RowScale* const row_scales = scales + n;
         if constexpr (kScaled) {
-            load_eight(linear_bias, lane_start.column, n, loaded.linear_bias);
+            load_vector(linear_bias, lane_start.column, n, loaded.linear_bias);
             for (int r = 0; r < 4; ++r) loaded.row_scales[r] = row_scales[min(lane_start.row + 4 * r, m - 1)];
             for (int i = 0; i < 8; i += 4) {  // columns as in store_values
                 const int column = min(lane_start.column + i * 8, n - 4);
-                const auto* from = reinterpret_cast<const float4*>(column_scales + column);
+                const auto* from = reinterpret_cast<const float4*>(scales + column);
                 *reinterpret_cast<float4*>(&loaded.column_scales[i]) = from[0];
                 *reinterpret_cast<float4*>(&loaded.column_scales[i + 2]) = from[1];
             }
@@ -816,8 +807,9 @@ template <typename T> struct LinearEpilogue {
         }
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            const float column_scaled = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
-            v[i / 8][i % 8] = fmaf(column_scaled, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
+            const float without_row_scale = v[i / 8][i % 8] * loaded.row_scales[i / 8].inverse_scale;
+            v[i / 8][i % 8] =
+                fmaf(without_row_scale, loaded.column_scales[i % 8].inverse_scale, loaded.linear_bias[i % 8]);
         }
         // The warp recomputes these sums of its lanes, one at a time: all 32 lanes compute one, its owner keeps it.
         while (const unsigned owners = __ballot_sync(~0u, to_recompute != 0)) {
@@ -845,7 +837,7 @@ template <typename T> struct LinearEpilogue {
             sum[2] = fmaf(a[i].z, b[i].z, sum[2]);
             sum[3] = fmaf(a[i].w, b[i].w, sum[3]);
         }
-        return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
+        return reduce_threads((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, Add());
     }
 };
 // ---- Launching the product. Functions that launch kernels return a cudaError_t; those for the C++ return an int. ----
@@ -857,13 +849,14 @@ static int sm_count() {
 }
 // Splits the rows of two operands of the same row length: in the forward x and W. `second` may have no rows.
 template <class Scheme>
-static cudaError_t launch_split(const Operand& first, const Operand& second, cudaStream_t stream) {
-    int threads = 32;  // for a row
-    while (threads < kSplitThreads && threads * kSplitQuads * 4 < padded_length<Scheme>(first.length)) threads *= 2;
-    const int rows = kSplitThreads / threads;  // of a block
-    const unsigned first_blocks = unsigned(divide_up(first.rows, rows));
-    const unsigned blocks = first_blocks + unsigned(divide_up(second.rows, rows));
-    split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(first, second, threads, first_blocks);
+static cudaError_t launch_split(const RowsToSplit& first, const RowsToSplit& second, cudaStream_t stream) {
+    const int64_t packs = padded_length<Scheme>(first.length) / 4;  // float4s of a row
+    int threads_per_row = 32;
+    while (threads_per_row < kSplitThreads && threads_per_row * kSplitPacks < packs) threads_per_row *= 2;
+    const int rows_per_block = kSplitThreads / threads_per_row;
+    const unsigned first_blocks = unsigned(divide_up(first.rows, rows_per_block));
+    const unsigned blocks = first_blocks + unsigned(divide_up(second.rows, rows_per_block));
+    split_rows<Scheme><<<blocks, kSplitThreads, 0, stream>>>(first, second, threads_per_row, first_blocks);
     return cudaGetLastError();
 }
 // A matrix of 16-bit numbers, pieces or values. Its rows begin `pitch` numbers apart. TMA reads whole pitches, so
@@ -878,9 +871,9 @@ template <class Scheme> static Matrix matrix_of_pieces(const void* numbers, int6
 // TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
 //     K-major    coordinates: number in the row, row, 0           a box: a slice of 128 rows
 //     MN-major   coordinates: number in the strip, row, strip     a box: kSliceK rows, by four strips of each piece
-// A strip is 32 columns of the matrix: 64 bytes of each row. In MN-major the matrix has a row for each index of K, and
-// four strips of a piece are 128 rows of the tile (see wgmma_descriptor).
-template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
+// A strip is 32 columns of the matrix, 64 bytes of each row. (In K-major it is the whole row.) In MN-major the matrix
+// has a row for each index of K, and four strips of a piece are 128 rows of the tile (see wgmma_descriptor).
+template <bool MN_MAJOR, class Scheme> static cudaError_t make_tensor_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult status;
@@ -889,26 +882,19 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* 
     }();
     if (encode == nullptr) return cudaErrorNotSupported;
     const cuuint64_t pitch = matrix.pitch, rows = matrix.rows;
-    cuuint64_t sizes[3] = {pitch, rows, 1};
-    cuuint32_t box[3] = {kSliceNumbers, 128, 1};
-    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-    CUtensorMapL2promotion l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-    if (MN_MAJOR) {
-        sizes[0] = 32;
-        sizes[2] = pitch / 32;
-        box[0] = 32;
-        box[1] = Scheme::kSliceK;
-        box[2] = 4 * Scheme::kPieces;
-        swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
-        l2_promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-    }
-    const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, of the second and the third coordinate
+    const cuuint64_t strip = MN_MAJOR ? 32 : pitch;
+    const cuuint64_t sizes[3] = {strip, rows, pitch / strip};
+    const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, from row to row and from strip to strip
+    const cuuint32_t k_major_box[3] = {kSliceNumbers, 128, 1};
+    const cuuint32_t mn_major_box[3] = {32, Scheme::kSliceK, 4 * Scheme::kPieces};
     const cuuint32_t steps[3] = {1, 1, 1};
+    const auto swizzle = MN_MAJOR ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+    const auto l2_promotion = MN_MAJOR ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
     const bool is_bfloat16 = std::is_same_v<typename Scheme::Number, __nv_bfloat16>;
     const auto type = is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     void* const numbers = const_cast<void*>(matrix.numbers);
-    const CUresult result = encode(map, type, 3, numbers, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode(map, type, 3, numbers, sizes, strides, MN_MAJOR ? mn_major_box : k_major_box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 // `terms` is K: how many products each output sums up.
@@ -918,8 +904,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static
     const auto kernel = multiply<MN_MAJOR_A, MN_MAJOR_B, Scheme, Epilogue>;
     constexpr int kShared = sizeof(MultiplyShared<Scheme>);
     static_assert(kShared <= 227 * 1024, "a block's shared memory");
-    cudaError_t error = make_map<MN_MAJOR_A, Scheme>(&map_a, a);
-    if (error == cudaSuccess) error = make_map<MN_MAJOR_B, Scheme>(&map_b, b);
+    cudaError_t error = make_tensor_map<MN_MAJOR_A, Scheme>(&map_a, a);
+    if (error == cudaSuccess) error = make_tensor_map<MN_MAJOR_B, Scheme>(&map_b, b);
     if (error == cudaSuccess) {
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     }
@@ -937,20 +923,18 @@ template <class Scheme, class Epilogue>
 static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    if constexpr (!Epilogue::kScaled) {
-        const Matrix x = {epilogue.x, m, k};
-        const Matrix w = {epilogue.weight, n, k};
-        return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
-    } else {
+    Matrix a = {epilogue.x, m, k};
+    Matrix b = {epilogue.weight, n, k};
+    if constexpr (Epilogue::kScaled) {
         __half* const pieces_w = pieces + m * padded_length<Scheme>(k) * Scheme::kPieces;
-        const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n};
-        const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales};
+        const RowsToSplit x = {epilogue.x, pieces, m, k, epilogue.scales + n};
+        const RowsToSplit w = {epilogue.weight, pieces_w, n, k, epilogue.scales};
         const cudaError_t error = launch_split<Scheme>(x, w, stream);
         if (error != cudaSuccess) return error;
-        const Matrix a = matrix_of_pieces<Scheme>(pieces, m, k);
-        const Matrix b = matrix_of_pieces<Scheme>(pieces_w, n, k);
-        return launch_multiply<false, false, Scheme>(a, b, k, epilogue, stream);
+        a = matrix_of_pieces<Scheme>(pieces, m, k);
+        b = matrix_of_pieces<Scheme>(pieces_w, n, k);
     }
+    return launch_multiply<false, false, Scheme>(a, b, k, epilogue, stream);
 }
 
 // ---- From G, h's gradient: dX = G W and dW = G^T x. The same text in both linear files of this folder. ----
@@ -1018,49 +1002,49 @@ template <class Scheme> __global__ void scale_columns(const SplitGradient split_
         for (int offset = 0; offset < kSliceNumbers; offset += kSliceK) hi[offset] = __hmul(hi[offset], factor);
     }
 }
-// A block of the kernel that computes G holds a row of it in registers: a thread has kThreadColumns neighbouring
-// columns. With the largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two,
-// that cover the row, so that a multiprocessor has many blocks if rows are short.
+// The kernel that computes G holds a row in the registers of a block: a thread has kThreadColumns neighbouring columns.
+// So the largest block, of 512 threads, has 8192. A block has the fewest warps, a power of two, that cover the row.
+// Then a multiprocessor runs many blocks if rows are short.
 constexpr int kThreadColumns = 16;
-constexpr int kMaxRowThreads = 512;
-static int row_threads(int64_t n) {
+constexpr int kMaxGradientThreads = 512;
+static int gradient_threads(int64_t n) {
     int threads = 32;
     while (threads * kThreadColumns < n) threads *= 2;
     return threads;
 }
-// How many blocks there are: block i owns rows i, i + blocks and so on, and writes its part of each sum over rows. A
-// multiprocessor runs 512 threads, as each takes up to 128 of the 65536 registers.
-extern "C" int64_t row_blocks(int64_t m, int64_t n) {
-    const int64_t max_blocks = sm_count() * kMaxRowThreads / row_threads(n);
+// How many blocks that kernel has. Block i owns rows i, i + gridDim.x and so on, and writes its part of each sum over
+// rows. A multiprocessor runs 512 threads, as each takes up to 128 of the 65536 registers.
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {
+    const int64_t max_blocks = sm_count() * kMaxGradientThreads / gradient_threads(n);
     return m < max_blocks ? m : max_blocks;
 }
-// Stores a thread's columns of a row, but for those beyond n, a multiple of 8.
+// Stores those of a thread's columns of a row that are below n, a multiple of 8.
 template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
 #pragma unroll
     for (int i = 0; i < kThreadColumns; i += kValuesPer16Bytes<T>) {
         const int column = threadIdx.x * kThreadColumns + i;
         Pack16<T> pack;
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = from_float<T>(v[i + j]);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) pack.value[j] = T(v[i + j]);
         if (column < n) *reinterpret_cast<Pack16<T>*>(to + column) = pack;
     }
 }
-// Scales, splits and stores a row of G; v is 0 beyond n. For warp_values see reduce_threads.
+// Scales, splits and stores a row of G. A thread has its columns in v, 0 beyond n. For warp_values see reduce_threads.
 template <class Scheme> __device__ __forceinline__ void store_split_row(
     const float (&v)[kThreadColumns], int row, int n, const SplitGradient& split_g, float* warp_values) {
     const int first_column = threadIdx.x * kThreadColumns;
     const int padded = int(padded_length<Scheme>(n));
     float largest = 0;
-    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    largest = reduce_threads(largest, 32, nullptr, Max());
+    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, isfinite(v[i]) ? fabsf(v[i]) : 0.0f);
+    largest = reduce_threads(largest, 32, Max());
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
     __syncthreads();
     for (int i = 0; i < int(blockDim.x) / 32; ++i) largest = fmaxf(largest, warp_values[i]);
     const int exponent = scale_exponent(largest);
     for (int i = 0; i < kThreadColumns; i += 8) {
-        float eight[8];
-        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
+        float scaled[8];
+        for (int j = 0; j < 8; ++j) scaled[j] = v[i + j] * power_of_two(exponent);
         if (first_column + i >= padded) continue;
-        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
+        store_pieces<Scheme>(split_g.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, scaled);
     }
     // The block also submits the exponents of blockDim.x rows of W, from row `row` * blockDim.x on. W has at most 16 *
     // blockDim.x rows, so the calls for G's first 16 rows cover it, and G has 128 rows or more.
@@ -1103,7 +1087,7 @@ struct StoreGradient {
 template <class Scheme> static cudaError_t launch_dx_or_dw(bool is_dw, const float* other, __half* pieces, float* out,
     int64_t m, int64_t n, int64_t k, const SplitGradient& split_g, cudaStream_t stream) {
     const int64_t terms = is_dw ? m : n;
-    Operand b_operand = {other, pieces, terms, int(k)};
+    RowsToSplit b_operand = {other, pieces, terms, int(k)};
     b_operand.min_exponent_word = is_dw ? split_g.min_exponent_x : split_g.min_exponent_w;
     b_operand.exponents = is_dw ? split_g.row_exponents : split_g.column_exponents;
     const cudaError_t error = launch_split<Scheme>(b_operand, {}, stream);
@@ -1183,19 +1167,19 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishTh
             use(current, index);
         }
     };
-    const auto sum_over_row = [&](float v, int i) { return reduce_threads(v, threads_per_row, warp_values[i], Add()); };
+    const auto sum_over_row = [&](float v, int i) { return reduce_threads(v, threads_per_row, Add(), warp_values[i]); };
     const float inverse_n = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
     float mean = 0;
     float mean_error = 0;  // the exact mean is mean + mean_error
     float squares = 0;
     for_each_pack([&](const auto& packs, int) {
-        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) mean = fmaf(to_float(packs[0].value[j]), inverse_n, mean);
+        for (int j = 0; j < kValuesPer16Bytes<T>; ++j) mean = fmaf(float(packs[0].value[j]), inverse_n, mean);
     });
     mean = sum_over_row(mean, 0);
     for_each_pack([&](const auto& packs, int) {
         float pack_error = 0, pack_squares = 0;  // sums of a pack: a small term added to a large total would be lost
         for (int j = 0; j < kValuesPer16Bytes<T>; ++j) {
-            const float deviation = to_float(packs[0].value[j]) - mean;
+            const float deviation = float(packs[0].value[j]) - mean;
             pack_error += deviation;
             pack_squares = fmaf(deviation, deviation, pack_squares);
         }
@@ -1208,23 +1192,23 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishTh
     if (isinf(squares)) mean_error = 0;
     // fmaxf turns a NaN into 0. But then mean_error is NaN, too, and so is the whole row of the output.
     const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
-    const auto z_of = [&](const auto& pack, int j) { return ((to_float(pack.value[j]) - mean) - mean_error) * rstd; };
+    const auto z_of = [&](const auto& pack, int j) { return ((float(pack.value[j]) - mean) - mean_error) * rstd; };
     const auto write = [&](T* to, const auto& value_of) {  // writes value_of(packs, j) for value j of each pack
         for_each_pack([&](const auto& packs, int index) {
             Pack16<T> result;
-            for (int j = 0; j < kValuesPer16Bytes<T>; ++j) result.value[j] = from_float<T>(value_of(packs, j));
+            for (int j = 0; j < kValuesPer16Bytes<T>; ++j) result.value[j] = T(value_of(packs, j));
             if (to != nullptr) reinterpret_cast<Pack16<T>*>(to + row * n)[index] = result;
         });
     };
     if constexpr (!BACKWARD) {
         write(out, [&](const auto& packs, int j) {
-            const float y = to_float(packs[1].value[j]);
+            const float y = float(packs[1].value[j]);
             return (z_of(packs[0], j) + y) * y;
         });
     } else {
         float mean_d = 0, mean_dz = 0;  // first sums, then means
         write(grad_y, [&](const auto& packs, int j) {
-            const float z = z_of(packs[0], j), y = to_float(packs[1].value[j]), g = to_float(packs[2].value[j]);
+            const float z = z_of(packs[0], j), y = float(packs[1].value[j]), g = float(packs[2].value[j]);
             mean_d += g * y;
             mean_dz = fmaf(g * y, z, mean_dz);
             return fmaf(g, z + y, g * y);
@@ -1232,7 +1216,7 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishTh
         mean_d = sum_over_row(mean_d, 3) * inverse_n;
         mean_dz = sum_over_row(mean_dz, 4) * inverse_n;
         write(out, [&](const auto& packs, int j) {
-            const float d = to_float(packs[1].value[j]) * to_float(packs[2].value[j]);
+            const float d = float(packs[1].value[j]) * float(packs[2].value[j]);
             return rstd * (d - mean_d - z_of(packs[0], j) * mean_dz);
         });
     }
@@ -1261,12 +1245,14 @@ __device__ __forceinline__ void read_columns(const float* from, float (&v)[kThre
 // 2^-23 was measured for K from 128 to 20000). So 1 / rstd is too small by the same factor. In z the two cancel, but G
 // would be too large. So G is computed with `corrected_rstd`, which is rstd without this error.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
-template <class Scheme> __global__ void __launch_bounds__(kMaxRowThreads) row_gradients(const float* __restrict__ grad,
-    const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y, float* __restrict__ partials,
-    int64_t rows, int n, float eps, const SplitGradient split_g) {
-    __shared__ float warp_values[6][kMaxRowThreads / 32];  // one for each sum of a row, and one for store_split_row
+template <class Scheme> __global__ void __launch_bounds__(kMaxGradientThreads)
+    row_gradients(const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
+        float* __restrict__ grad_y, float* __restrict__ partials, int64_t rows, int n, float eps,
+        const SplitGradient split_g) {
+    __shared__ float warp_values[6]
+                                [kMaxGradientThreads / 32];  // one for each sum of a row, and one for store_split_row
     const float inverse_n = 1.0f / n;
-    const auto sum_over_row = [&](float v, int i) { return reduce_threads(v, blockDim.x, warp_values[i], Add()); };
+    const auto sum_over_row = [&](float v, int i) { return reduce_threads(v, blockDim.x, Add(), warp_values[i]); };
     const auto for_each_column = [&](const auto& use) {  // calls use(i) for each of the thread's columns that exist
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
@@ -1348,7 +1334,7 @@ extern "C" int finish_residual(int dtype, const void* h, const void* y, const vo
 template <class Scheme> static cudaError_t launch_gradients(const float* grad, const float* h, const float* y,
     float* grad_y, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g,
     cudaStream_t stream) {
-    row_gradients<Scheme><<<unsigned(row_blocks(m, n)), row_threads(n), 0, stream>>>(
+    row_gradients<Scheme><<<unsigned(gradient_blocks(m, n)), gradient_threads(n), 0, stream>>>(
         grad, h, y, grad_y, partials, m, int(n), eps, split_g != nullptr ? *split_g : SplitGradient());
     const dim3 blocks(unsigned(divide_up(n, 256)), 64);
     if (split_g != nullptr) scale_columns<Scheme><<<blocks, 256, 0, stream>>>(*split_g, m, n);
@@ -1455,7 +1441,7 @@ void compute_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::
     const SplitGradient split_g = {pieces_g.data_ptr(), scales.data_ptr(), column_exponents, row_exponents,
         row_exponents + m, row_exponents + m + 1};
     check_launch(compute_g(&split_g));
-    const auto multiply = [&](bool is_dw, const at::Tensor& other) {
+    const auto compute_product = [&](bool is_dw, const at::Tensor& other) {
         const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
         const at::Tensor aligned_other = aligned(other);
         const at::Tensor out = at::empty({is_dw ? n : m, k}, x.options());
@@ -1463,15 +1449,15 @@ void compute_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::
             tf32, is_dw, floats(aligned_other), pieces.data_ptr(), floats(out), m, n, k, &split_g, current_stream()));
         results[is_dw ? 1 : 0] = out;
     };
-    if (needs_dx) multiply(false, weight);
-    if (needs_dw) multiply(true, x);
+    if (needs_dx) compute_product(false, weight);
+    if (needs_dw) compute_product(true, x);
 }
 
 extern "C" int linear_forward(bool tf32, const float* x, const float* weight, const float* bias, float* h, void* scales,
     void* pieces, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int finish_residual(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
     int64_t rows, int64_t n, float eps, cudaStream_t stream);
-extern "C" int64_t row_blocks(int64_t m, int64_t n);
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 extern "C" int residual_gradients(bool tf32, const float* grad, const float* h, const float* y, float* grad_y,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g, cudaStream_t stream);
 int kernel_dtype(const at::Tensor& t) {  // `dtype` of finish_residual
@@ -1522,7 +1508,7 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
         if (needs[1]) results[1] = g.t().mm(x);
         return results;
     }
-    const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options());
+    const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
     const auto launch = [&](float* grad_y, const SplitGradient* split_g) {
         return residual_gradients(tf32, floats(aligned_grad), floats(aligned_h), floats(aligned_y), grad_y,
             floats(partials), m, n, float(eps), split_g, current_stream());
@@ -1616,17 +1602,14 @@ TORCH_LIBRARY(NAMESPACE, m) {
         "forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool for_backward) -> Tensor[]");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, "
           "bool tf32, bool[4] needs) -> Tensor[]");
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
-    m.impl("forward", forward_meta);
-    m.impl("backward", backward_meta);
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
-    m.impl("forward", forward_cuda);
-    m.impl("backward", backward_cuda);
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
+    m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
+    // Only `differentiable` has gradients: backward through one of these, called directly, raises an error.
+    for (const char* name : {"forward", "backward"}) {
+        m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
+    }
 }
 """
 
@@ -1792,11 +1775,8 @@ _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = T
 _exports_layers._dynamo_marked_constant = True
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
-_HOPPERS = [
-    i
-    for i in range(torch.cuda.device_count() if torch.version.cuda else 0)
-    if torch.cuda.get_device_capability(i)[0] == 9
-]
+_GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
+_HOPPERS = [gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu)[0] == 9]
 if _HOPPERS:  # where nothing is built, the 0.1 s of this import are saved
     from torch.utils import cpp_extension
 NAMESPACE = _load("hopper_linear_instance_norm_residual", "90a") if _HOPPERS else ""
