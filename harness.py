@@ -7,10 +7,11 @@
 
 For each candidate, direction and dtype a block is printed: verdict, times, errors, reasons; in the
 end a table of all. On a terminal the last line says what is being done.
-wrong: wrong numbers, shapes or dtypes, inputs written, time hidden or impossible, a crash, a hang.
-right: the numbers are right and timed, but it is no drop-in, for the reasons given. drop-in: right,
-and it behaves as the Model does in all else that the judge asks. build failed: the file with
-ModelNew did not build. not judged: the Model itself fails, or its answers cannot be compared.
+wrong: wrong numbers, shapes or dtypes, an error, inputs written, time hidden or impossible, a
+crash, a hang. right: the numbers are right and timed, but it is no drop-in, for the reasons given.
+drop-in: right, and it behaves as the Model does in all else that the judge asks. build failed: the
+file with ModelNew did not build. not judged: the Model itself fails, or its answers cannot be
+compared.
 Exit codes: 0 if all are what --require asks for (default: drop-in; right when you give two files),
 1 if not, 2 usage, 3 if one did not build, 4 if the judge itself failed.
 """
@@ -57,6 +58,7 @@ if passive:
 
 import argparse
 import contextlib
+import difflib
 import itertools
 import json
 import resource
@@ -150,7 +152,7 @@ class Judge:
             while not runs:
                 runs, batch = self._judge(pair, what, texts, batch)
             for run in runs:
-                run.notes += notes
+                run.notes = notes + run.notes
                 yield run
 
     def _judge(self, pair: Pair, what: tuple, texts: dict, batch: int | None) -> tuple[list[Result], int | None]:
@@ -189,7 +191,8 @@ class Judge:
             problem.choose(chosen)
         form = DTYPES[run.dtype], run.precision, chosen, run.seed
         case = check.Case(problem, run.device, *form, self.workers, texts)
-        case.tell = lambda text: self.tell(f"{pair.name}: {run.dtype} {run.precision}, batch {chosen}: {text}")
+        precision = " with TF32" * (run.precision == "high")
+        case.tell = lambda text: self.tell(f"{pair.name}, {run.dtype}{precision}: {text}")
         if not chosen:
             effect = "--batch has no effect" if batch else "no other batch was asked"
             case.notes.append(f"{effect}: the Model's file has no batch_size")
@@ -216,7 +219,7 @@ class Judge:
             case.no_dropin = []
             try:
                 if case.model is None or not self.workers["new"].alive():  # none yet, or it ended in another direction
-                    case.tell(f"importing {pair.new_path.name}")
+                    case.tell(f"building and importing {pair.new_path.name}")
                     self._worker("new")
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
@@ -267,7 +270,7 @@ class Judge:
         for attempt in range(bench.ATTEMPTS):
             more = bench.MORE_ROUNDS**attempt
             self._load(case, pair)
-            case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
+            case.tell(f"timing {show.WORDS[run.direction]}")
             case.errors, before = {}, record.clocks(case.device)
             samples = bench.measure(case, run.direction, more * seconds, more)
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
@@ -304,11 +307,18 @@ class Judge:
         print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        """In a line or two, without the options, which --help lists."""
+        said = textwrap.fill(f"{self.prog}: {message}", show.COLUMNS)
+        self.exit(2, f"{said}\n{self.prog} --help lists all options\n")
+
+
 def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     """The options, and the pairs they name."""
     layout = argparse.RawDescriptionHelpFormatter
     rule = textwrap.fill(show.RULE, show.COLUMNS)
-    parser = argparse.ArgumentParser("harness.py", description=__doc__, formatter_class=layout, epilog=rule)
+    parser = Parser("harness.py", description=__doc__, formatter_class=layout, epilog=rule)
     for each in fields(Options):
         how = dict(each.metadata)
         parser.add_argument(how.pop("flag", f"--{each.name}"), default=each.default, **how)
@@ -329,11 +339,12 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
         if unknown := [name for name in names if name not in choices]:  # of two paths the one without a file is named
             name = min(unknown, key=os.path.isfile)
             if what == "pair" and name.endswith(".py"):
-                lacks = "needs a second file: MODEL.py NEW.py" if os.path.isfile(name) else "is no file"
-                parser.error(f"{name} {lacks}")
+                needs = "give two files, MODEL.py NEW.py, or the name of a pair, as instance_norm"
+                parser.error(f"{name}: {needs}" if os.path.isfile(name) else f"{name} is no file")
             files = [path for path in (f"models/{Path(name).name}.py", f"kernels/{name}.py") if (ROOT / path).exists()]
             alone = f" (of its two files only {files[0]} is there)" * (what == "pair") if len(files) == 1 else ""
-            parser.error(f"unknown {what} '{name}'{alone}: there are: {', '.join(choices)}")
+            near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, choices, 1))
+            parser.error(f"unknown {what} '{name}'{alone}: there are: {', '.join(choices)}{near}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
     for name, least in (("batch", 1), ("seed", 0), ("seconds", 0), ("timeout", 0.1)):
@@ -369,11 +380,15 @@ def main(argv: list[str]) -> int:
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings, progress)) as judge:
         for number, pair in enumerate(pairs, 1):
-            progress.before = f"{number} of {len(pairs)}: "
+            progress.before = f"{number} of {len(pairs)}: " * (len(pairs) > 1)
+            before = None
             try:
                 for run in judge.judge(pair):
                     progress()
-                    print(*show.block(run), "", sep="\n", flush=True)
+                    parts = "shapes", "dtype", "precision"
+                    continues = before and all(getattr(before, part) == getattr(run, part) for part in parts)
+                    print(*show.block(run, before if continues else None), "", sep="\n", flush=True)
+                    before = run
                     runs.append(run)
                     if options.json:  # after every row: what is measured is not lost
                         environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)

@@ -107,7 +107,7 @@ class Result:
             return
         work = self.dtype, self.precision
         ms, floor = self.ms["new"], ceilings.floor_ms(nbytes, flops, *work)
-        if floor > ms:  # the machine may be faster now than it was
+        if floor > min(self.ms.values()):  # the machine may be faster now than it was
             ceilings.measure()
             floor = ceilings.floor_ms(nbytes, flops, *work)
         holds = floor if nbytes > 2 * roofline.cache_bytes(self.device) else ceilings.floor_ms(0, flops, *work)
@@ -147,9 +147,9 @@ def remarks(path: Path, device: str) -> list[str]:
     text = path.read_text(errors="replace")
     needs = re.search(r'^NEEDS = "sm_(\d+)"', text, re.MULTILINE)  # all that the file's own kernels run on
     if needs and (device == "cpu" or torch.cuda.get_device_capability() != divmod(int(needs[1]), 10)):
-        return [f"plain path: no sm_{needs[1]} here, so these are the Model's own layers, and none of its kernels ran"]
+        return [f"plain path: no sm_{needs[1]} here, so the Model's own layers ran, and none of the file's kernels"]
     if "__global__" in text and not torch.cuda.is_available():
-        return ["its CUDA was not compiled here: PyTorch sees no GPU"]
+        return ["its CUDA was not compiled here, only its C++: PyTorch sees no GPU"]
     return []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import textwrap
 
@@ -16,10 +15,10 @@ COLOURS = {DROP_IN: 32, RIGHT: 33, WRONG: 31, BUILD: 31, UNJUDGED: 31, FASTER: 3
 WORDS = dict(zip(DIRECTIONS, ("forward", "forward with gradients recorded", "forward + backward")))
 SHORT = dict(zip(DIRECTIONS, ("forward", "recorded", "fwd + bwd")))
 ORDER = ("new", "eager", "compile")
-MARKS = {FASTER: "+", SLOWER: "-", AMBIGUOUS: "~"}
+MARKS = {FASTER: ">", SLOWER: "<", AMBIGUOUS: "~"}
 RULE = (
-    "Brackets hold a 95% interval of the speed-up. AMBIGUOUS: it holds 1.0 or, in disturbed rounds, comes within 0.1, "
-    "or within its own width, of 1.0; else FASTER (above 1.0) or SLOWER (below)."
+    "Brackets hold a 95% interval of the speed-up. FASTER: all of it is above 1.0; SLOWER: below. AMBIGUOUS: it holds "
+    "1.0 or, where other programs disturbed the rounds, comes within 0.1, or within its own width, of 1.0."
 )
 
 
@@ -38,8 +37,8 @@ class Progress:
     def __call__(self, text: str = "") -> None:
         """Without a text the line is empty."""
         if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{(self.before * bool(text) + text)[:width]}", end="", file=sys.stderr, flush=True)
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS
+            print(f"\r\x1b[K{(self.before * bool(text) + text)[: width - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def question(run: Result) -> str:
@@ -59,8 +58,21 @@ def wrapped(label: str, text: str) -> str:
     return textwrap.fill(" ".join(text.split()), COLUMNS, initial_indent=first, subsequent_indent="      ")
 
 
-def block(run: Result) -> list[str]:
-    """Verdict and pair, a line a contender, floor and error, and what is to be said."""
+def amount(value: float, unit: str) -> str:
+    """Of bytes or FLOPs."""
+    scale, prefix = next(((10**n, p) for n, p in ((12, "T"), (9, "G"), (6, "M")) if value >= 10**n), (1e3, "k"))
+    return f"{value / scale:.3g} {prefix}{unit}"
+
+
+def largest_error(label: str, error: dict, what: str) -> str:
+    return f"  {label:11}{error['new_max']:>10.1e}    {what}; eager's is {error['eager_max']:.1e}"
+
+
+def block(run: Result, before: Result | None = None) -> list[str]:
+    """Verdict and pair, a line a contender, floor and errors, and what is to be said.
+
+    before: the same pair's record of another direction, whose block stands above. What it says is not said again.
+    """
     asked = question(run).replace(" x ", "\xa0x\xa0")  # no line ends inside a shape
     wrapped_head = textwrap.wrap(f"{run.status}  {run.model}: {asked}", COLUMNS, subsequent_indent="      ")
     lines = [line.replace("\xa0", " ") for line in wrapped_head]
@@ -70,23 +82,28 @@ def block(run: Result) -> list[str]:
         lines += [contender(run, name) for name in ORDER if name in run.ms]
     if run.roof.get("floor_ms"):  # 0 where there is nothing to compute
         floor, times = run.roof["floor_ms"], run.ms["new"] / run.roof["floor_ms"]
-        work = f"for {run.roof['bytes'] / 1e9:.3g} GB and {run.roof['flops'] / 1e9:.3g} GFLOP"
+        products = amount(run.roof["flops"], "FLOP") if run.roof["flops"] else "no matrix products"
+        work = f"for {amount(run.roof['bytes'], 'B')} and {products}"
         lines.append(f"  {'floor':11}{floor:>10.4g}    ModelNew takes {times:.2f} times as long ({work})")
     if run.error:
-        new, eager = run.error["new_max"], run.error["eager_max"]
-        said = f"largest absolute error, against the Model in float64; eager's is {eager:.1e}"
-        lines.append(f"  {'error':11}{new:>10.1e}    {said}")
+        lines.append(largest_error("error", run.error, "largest absolute error, against the Model in float64"))
+    if run.gradient_error:
+        name, error = max(run.gradient_error.items(), key=lambda item: item[1]["new_max"])
+        lines.append(largest_error("gradients", error, f"the same of the gradients: that of {name[-30:]}"))
     label = "" if run.status == BUILD else run.status
-    lines += [wrapped(label, reason) for reason in run.reasons]
-    lines += [wrapped("no drop-in", reason) for reason in run.no_dropin]
+    same = ["for the same reasons"]
+    reasons = same if before and run.reasons and run.reasons == before.reasons else run.reasons
+    no_dropin = same if before and run.no_dropin and run.no_dropin == before.no_dropin else run.no_dropin
+    lines += [wrapped(label, reason) for reason in reasons] + [wrapped("no drop-in", reason) for reason in no_dropin]
     if run.interference and run.ms:
-        lines.append(wrapped("disturbed", "; ".join(run.interference)))
+        advice = "Other programs ran meanwhile: time it again when none does."
+        lines.append(wrapped("disturbed", f"{'; '.join(run.interference)}. {advice}"))
     ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
     apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
     if apart:
-        said = f"above stand the medians of the rounds' ratios; the ratio of the medians is {', '.join(apart)}"
+        said = f"the factors are medians of the rounds' ratios; the ratio of the medians is {', '.join(apart)}"
         lines.append(wrapped("note", said))
-    return lines + [wrapped("note", note) for note in run.notes]
+    return lines + [wrapped("note", note) for note in run.notes if not before or note not in before.notes]
 
 
 def contender(run: Result, name: str) -> str:
@@ -102,7 +119,9 @@ def contender(run: Result, name: str) -> str:
 
 def summary(runs: list[Result]) -> list[str]:
     """A row a record; what all records have in common is left out."""
-    columns = [["verdict", *(run.status for run in runs)], ["pair", *(run.model for run in runs)]]
+    plain = ["*" * any(note.startswith("plain path") for note in run.notes) for run in runs]
+    verdicts = [run.status + mark for run, mark in zip(runs, plain)]
+    columns = [["verdict", *verdicts], ["pair", *(run.model for run in runs)]]
     parts = [[run.dtype for run in runs], ["TF32" if run.precision == "high" else "strict" for run in runs]]
     parts.append([SHORT[run.direction] for run in runs])
     shapes = [", ".join("x".join(map(str, shape)) for shape in run.shapes) for run in runs]
@@ -114,8 +133,6 @@ def summary(runs: list[Result]) -> list[str]:
     for name in ORDER:
         cells = [f"{run.speedup[name]:.2f} {MARKS[run.verdict[name]]}" if name in run.speedup else "-" for run in runs]
         columns += [[f"x {name}", *cells]] * any(name in run.speedup for run in runs)
-    plain = ["=" * any(note.startswith("plain path") for note in run.notes) for run in runs]
-    columns += [["", *plain]] * any(plain)
     widths = [max(map(len, column)) for column in columns]
     over = max(0, sum(widths) + 2 * len(widths) - 2 - COLUMNS)
     if left > 2 and over:  # the shapes, if any, give way
@@ -124,9 +141,9 @@ def summary(runs: list[Result]) -> list[str]:
     for row in zip(*columns):
         sized = enumerate(zip(row, widths))
         cells = [f"{cell[:width]:{'<' if i < left else '>'}{width}}" for i, (cell, width) in sized]
-        cells[0] = paint(cells[0], COLOURS.get(row[0]))
+        cells[0] = paint(cells[0], COLOURS.get(row[0].rstrip("*")))
         lines.append("  ".join(cells).rstrip())
     given = {verdict for run in runs for verdict in run.verdict.values()}
     legend = [f"{mark} {verdict}" for verdict, mark in MARKS.items() if verdict in given]
-    legend += ["= the whole file takes the plain path on this machine"] * any(plain)
+    legend += ["* plain path: none of the file's kernels ran"] * any(plain)
     return lines + ["", ", ".join(legend)] * bool(legend)

@@ -764,7 +764,7 @@ def test_a_module_beside_a_candidate_and_a_class_called_model(judge, tmp_path):
         (["instance_norm", "--precision", "hihg"], "unknown precision 'hihg': there are: highest"),
         (["instance_norm", "--baselines", "eager,compil"], "unknown baseline 'compil': there are: eager"),
         (["model.py", "none.py"], "model.py is no file"),
-        ([__file__], f"{__file__} needs a second file: MODEL.py NEW.py"),
+        ([__file__], f"{__file__}: give two files, MODEL.py NEW.py, or"),
         (["half"], "unknown pair 'half' (of its two files only models/half.py is there): there are: instance_norm"),
         (["instance_norm", "--batch", "0"], "0 is not at least 1"),
         (["--seed", "-1"], "is not at least 0"),

@@ -35,7 +35,13 @@ def result(model: str = LONG, status: str = DROP_IN, **more) -> Result:
 
 
 def test_a_block_is_read_on_a_hundred_columns():
-    run = result(reasons=["word " * 60], notes=["its CUDA " * 30], interference=["the middle half of new's times " * 5])
+    gradients = {"x": {"new_max": 1e-6, "eager_max": 2e-6}, "weight": {"new_max": 3e-6, "eager_max": 5e-6}}
+    run = result(
+        gradient_error=gradients,
+        reasons=["word " * 60],
+        notes=["its CUDA " * 30],
+        interference=["the middle half of new's times " * 5],
+    )
     lines = "\n".join(show.block(run)).splitlines()
     assert max(map(len, lines)) <= show.COLUMNS
     head, *below = lines[lines.index(next(line for line in lines if "median ms" in line)) :]
@@ -47,6 +53,7 @@ def test_a_block_is_read_on_a_hundred_columns():
     assert "compile 8.164 7.348 to 8.98 1.04x [0.95, 1.12] AMBIGUOUS" in text
     assert "floor 0.59 ModelNew takes 16.03 times as long" in text
     assert "error 2.9e-06 largest absolute error, against the Model in float64; eager's is 2.3e-05" in text
+    assert "gradients 3.0e-06 the same of the gradients: that of weight; eager's is 5.0e-06" in text
     wide = result(speedup_ci={"eager": [100.0, 199.0]}, speedup={"eager": 150.0}, verdict={"eager": AMBIGUOUS})
     assert max(map(len, show.block(wide))) == show.COLUMNS
 
@@ -69,18 +76,27 @@ def test_why_it_is_wrong_or_no_drop_in_stands_beside_the_verdict():
     assert "\n".join(show.block(wrong)).splitlines()[-1] == "  wrong: output[3] is 1"
 
 
+def test_what_the_block_above_says_is_not_said_again():
+    run = result(status=RIGHT, no_dropin=["its strides are others"], notes=["one", "two"])
+    text = "\n".join(show.block(replace(run, notes=["two", "three"]), run))
+    assert (
+        "no drop-in: for the same reasons" in text and "strides" not in text and "two" not in text and "three" in text
+    )
+    assert "strides" in "\n".join(show.block(run, result(status=RIGHT, no_dropin=["others"])))
+
+
 def test_the_table_has_a_row_each_and_only_what_differs():
     runs = [result(), result("instance_norm", RIGHT, direction="forward"), result("other", WRONG, ms={}, speedup={})]
     head, *rows, _, legend = show.summary(runs)
     assert head.split() == ["verdict", "pair", "ModelNew", "x", "eager", "x", "compile"]
     begin = [" ".join(row.split()[:3]) for row in rows]
     assert begin == [f"drop-in {LONG} recorded", "right instance_norm forward", "wrong other recorded"]
-    assert rows[0].split()[3:] == ["9.459", "ms", "1.30", "+", "1.04", "~"] and legend == "+ FASTER, ~ AMBIGUOUS"
+    assert rows[0].split()[3:] == ["9.459", "ms", "1.30", ">", "1.04", "~"] and legend == "> FASTER, ~ AMBIGUOUS"
     swept = [result(dtype=dtype, shapes=[[n] * 9, [n] * 9]) for dtype in ("float32", "bfloat16") for n in (1000, 2000)]
     assert max(map(len, show.summary(swept))) <= show.COLUMNS
     plain = show.summary([result(notes=["plain path: no sm_90 here"]), *swept])
-    assert [row.endswith(" =") for row in plain[:6]] == [False, True, *[False] * 4]
-    assert plain[-1].endswith(", = the whole file takes the plain path on this machine")
+    assert ["drop-in*" in row for row in plain[:6]] == [False, True, *[False] * 4]
+    assert plain[-1].endswith(", * plain path: none of the file's kernels ran")
     assert max(map(len, plain)) <= show.COLUMNS
 
 
