@@ -81,9 +81,9 @@ CUDA_SOURCE = r"""
 // comparisons, such as `v < 0 ? 0 : v`. (The fminf below drops a NaN on purpose.)
 
 __device__ __forceinline__ float exp2_approx(float t) {
-    float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
-    return e;
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+    return power;
 }
 __device__ __forceinline__ float reciprocal_approx(float v) {
     float reciprocal;
@@ -229,7 +229,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* counters;  // (samples, kCounterStride): tiles that have published; zeros before the launch
-    double2* group_sums;  // (samples, groups, max_group_tiles, pixel_tiles): the published sums
+    double2* group_sums;  // (samples, groups, max_group_tiles, pixel_tiles): the two published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* g;  // of T: the gradient of out
     double* parameter_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
@@ -720,7 +720,7 @@ __device__ __forceinline__ void convolve_mma(
     for (int first = 0; first < kThreadPixels / 2; first += kFragmentsAtOnce) {
 #pragma unroll 1
         for (int k_step = 0; k_step < k_steps; ++k_step) {
-            const uint4 hi = weights[k_step * kPieces<T> * 32];
+            const uint4 weight_hi = weights[k_step * kPieces<T> * 32];
             const uint32_t step_x = x + tap_offsets[2 * k_step];
             uint32_t b[kFragmentsAtOnce][2 * kPieces<T>];  // x's hi and, if it has two pieces, its lo
             float products[kFragmentsAtOnce][4];
@@ -737,14 +737,14 @@ __device__ __forceinline__ void convolve_mma(
                 for (int i = 0; i < 4; ++i) products[f][i] = kSplit ? 0.0f : acc[i / 2][2 * (first + f) + i % 2];
             }
             if constexpr (kSplit) {
-                const uint4 lo = weights[k_step * 64 + 32];
+                const uint4 weight_lo = weights[k_step * 64 + 32];
 #pragma unroll
-                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], lo, b[f][0], b[f][1]);
+                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], weight_lo, b[f][0], b[f][1]);
 #pragma unroll
-                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], hi, b[f][2], b[f][3]);
+                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], weight_hi, b[f][2], b[f][3]);
             }
 #pragma unroll
-            for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], hi, b[f][0], b[f][1]);
+            for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], weight_hi, b[f][0], b[f][1]);
 #pragma unroll
             for (int f = 0; f < kFragmentsAtOnce; ++f) {
 #pragma unroll
@@ -1090,7 +1090,8 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
     const OutputMap& map, const Shared& shared, float* row_buffer) {
     constexpr int kRowLanes = kTileColumns / 2;  // lanes that copy one channel's row, a pair of columns each
     constexpr int kChannelsAtOnce = 32 / kRowLanes;
-    const int lane = read_thread() % 32, warp_first_channel = map.channel / 16 * 16, lane_channel = lane / kRowLanes;
+    const int lane = read_thread() % 32;
+    const int warp_first_channel = map.channel / kWarpChannels * kWarpChannels, lane_channel = lane / kRowLanes;
     const int row = tile.row + ThreadOrigin(p).row, column = tile.column + lane % kRowLanes * 2;
     // Rows from the warp's first one on, and channels from the lane's first one on, that lie inside the output.
     const int rows_left = column < p.out_width ? p.out_height - row : 0;
@@ -1112,16 +1113,16 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
                 make_float2(normalize(values[o][pixel], coefficients), normalize(values[o][pixel + 1], coefficients));
         }
         __syncwarp();
-        float2 pairs[16 / kChannelsAtOnce];
+        float2 pairs[kWarpChannels / kChannelsAtOnce];
 #pragma unroll
-        for (int c = 0; c < 16; c += kChannelsAtOnce) {
+        for (int c = 0; c < kWarpChannels; c += kChannelsAtOnce) {
             pairs[c / kChannelsAtOnce] = *reinterpret_cast<const float2*>(
                 row_buffer + (c + lane_channel) * kRowBufferPitch + lane % kRowLanes * 2);
         }
         if (r >= rows_left) continue;
         T* target = to + r * p.out_width;
 #pragma unroll
-        for (int c = 0; c < 16; c += kChannelsAtOnce) {
+        for (int c = 0; c < kWarpChannels; c += kChannelsAtOnce) {
             const Pack<T, 2> pack = {T(pairs[c / kChannelsAtOnce].x), T(pairs[c / kChannelsAtOnce].y)};
             if (c < channels_left && even) *reinterpret_cast<Pack<T, 2>*>(target) = pack;
             if (c < channels_left && !even) target[0] = pack.values[0];
@@ -1136,7 +1137,7 @@ __device__ __forceinline__ void write_output(
     const Arguments& p, const Tile& tile, ThreadTile& values, const Shared& shared, float* row_buffer) {
     const OutputMap map(p, tile);
     if constexpr (kTensorCores) {
-        write_rows<T>(p, tile, values, map, shared, row_buffer + read_thread() / 32 * 16 * kRowBufferPitch);
+        write_rows<T>(p, tile, values, map, shared, row_buffer + read_thread() / 32 * kWarpChannels * kRowBufferPitch);
         __syncthreads();  // because the next stage overwrites the row buffer
     } else {
 #pragma unroll
@@ -1426,9 +1427,10 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.sample_tiles) {
-        // In a grid of whole samples all tiles of a sample are computed in the same round. In other grids a sample may
-        // begin in one round and end in the next: blocks of the first wait for the second, and the kernel takes 1.03
-        // times as long. So the grid is of whole samples, if that leaves out at most 1/8 of the blocks.
+        // In round n each block computes its n-th tile. In a grid of whole samples, one round computes all tiles of a
+        // sample. In other grids a sample may begin in one round and end in the next: blocks of the first wait for the
+        // second, and the kernel takes 1.03 times as long. So the grid is of whole samples, if that leaves out at most
+        // 1/8 of the blocks.
         const int whole_samples_grid = grid / p.sample_tiles * p.sample_tiles;
         if (8 * whole_samples_grid >= 7 * grid) grid = whole_samples_grid;
         p.mode = kFused;
@@ -1510,12 +1512,11 @@ Outputs forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), out_height, out_width}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
-// ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache. Tiles
-// are not those of CUDA_SOURCE: a tile is kTilePixels pixels of a band.
-//
-// A thread computes a band at a time: some rows of four channels of a sample. `conv_out`, the convolution without
-// biases, has x's row length: its pixel (row, column) is at index row * width + column. Each value is a sum of terms; a
-// term is a weight times the x that lies term_offsets[term] from the pixel. So a band is one long row, cut into tiles:
+// ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache. A thread
+// computes a band at a time: some rows of four channels of a sample. `conv_out`, the convolution without biases, has
+// x's row length: its pixel (row, column) is at index row * width + column. Each value is a sum of terms; a term is a
+// weight times the x that lies term_offsets[term] from the pixel. So a band is one long row. It is cut into tiles,
+// which are not CUDA_SOURCE's: kTilePixels pixels of the four channels.
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     conv_out of 3 x 3      0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
@@ -1523,8 +1524,8 @@ Outputs forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 // A tile's sums, of the band's 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32;
 // a loaded value of x is used in four products. The thread also prefetches the cache lines of `out` that its band will
 // fill: that makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes
-// the activation, adds up values and squares in double, and copies the band to `out`, which normalize_channels
-// normalizes.
+// the activation, adds up values and squares in double, and copies the band to `out`. Later normalize_channels reads
+// and writes `out`.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -2122,7 +2123,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     device, dtypes, compute_dtype = x.device, [x.dtype], x.dtype
     if torch.is_autocast_enabled(device.type):
         dtypes, compute_dtype = _GPU_DTYPES, torch.get_autocast_dtype(device.type)
-        # Our output is float32, as on a GPU. Eager's on a CPU has the type of (h + bias) * scale.
+        # Our output is float32, as on a GPU. Eager's on a CPU has the type of (conv_out + bias) * scale.
         if x.is_cpu and not bias.dtype == gamma.dtype == beta.dtype == torch.float32:
             return False
     if compute_dtype not in (_CPU_DTYPES if x.is_cpu else _GPU_DTYPES):
@@ -2144,8 +2145,8 @@ def fits(tensors: tuple, groups: int) -> bool:
     if not conv_bias.shape == gamma.shape == beta.shape == per_channel[:1]:
         return False
     out_height, out_width = height - kernel_height + 1, width - kernel_width + 1
-    has_one_value = samples * (out_channels // groups) * out_height * out_width == 1  # for each group
-    if out_height < 1 or out_width < 1 or has_one_value:  # PyTorch raises an error
+    one_value_per_group = samples * (out_channels // groups) * out_height * out_width == 1  # and one sample
+    if out_height < 1 or out_width < 1 or one_value_per_group:  # PyTorch raises an error
         return False
     if x.is_cpu:
         return True
@@ -2224,7 +2225,7 @@ def _run_kernels(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
     """The network by our operators; 16 bits with gradients on a CPU by PyTorch's, in float32."""
     x, weight, *others = tensors
     out_dtype, device = x.dtype, x.device.type
-    if not _convolves(x, weight):  # a weight without input channels tells our operators that x is the convolution's
+    if not _convolves(x, weight):  # a weight without input channels says that x is the convolution's output
         tensors = (torch.conv2d(x, weight), weight.new_empty((weight.shape[0], 0, 1, 1)), *others)
     if torch.is_autocast_enabled(device):  # the Model returns float32 there
         tensors, out_dtype = tuple(t.float() for t in tensors), torch.float32
@@ -2245,7 +2246,7 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
 def _tiles_are_underfilled(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a tile of the output on a GPU would have so few values that PyTorch is faster: at 4 x 4 pixels by 10
     times. A tile takes as long however few values it has. The limits were measured at random shapes. Up to 512 tiles
-    take no longer than launching them."""
+    take no longer than their launch."""
     if not isinstance(weight, torch.Tensor) or weight.dim() != 4:
         return False
     (samples, _, height, width), (out_channels, in_channels, kernel_height, kernel_width) = x.shape, weight.shape
@@ -2258,12 +2259,12 @@ def _tiles_are_underfilled(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _eager_is_faster(tensors: tuple) -> bool:
     """Whether to skip `fits`, which takes some time itself.
 
-    On a GPU if the output would fill only a small part of its tiles. On a CPU in float32 with gradients, which our
-    kernels do not take, or below 128 pixels, where they save less than `fits` takes; in other types if images are too
-    few and small for converting to pay.
+    On a GPU eager is faster if the output's tiles are underfilled. On a CPU in float32 it is faster below 128 pixels,
+    where our kernels save less than `fits` takes, and it alone computes gradients. In other types it is faster if
+    images are too few and small for converting to pay.
     """
     x, weight = tensors[0], tensors[1]
-    # Compiled code is for any size; on a CPU C++ decides.
+    # Compiled code may be for any size. On a CPU the operator itself then decides, by direct_is_faster.
     if type(x) is not torch.Tensor or torch.compiler.is_compiling() or x.dim() != 4:
         return False
     if x.is_cuda:
