@@ -20,7 +20,7 @@ lint: $(VENV)/installed-for-tests
 # what an A100 runs: MEASURED=instance_norm TORCH_CUDA_ARCH_LIST=8.0+PTX MACHINE=h200_as_8.0
 MACHINE ?= h200
 MEASURED ?= $(patsubst kernels/%.py,%,$(wildcard kernels/*.py kernels/hopper/*.py))
-RECORD = $(VENV)/bin/python harness.py $$name --device cuda
+RECORD = $(VENV)/bin/python harness.py $$name --device cuda --seconds 0.25
 measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
 	    json=results/$(MACHINE)/$$name; \

@@ -2088,17 +2088,16 @@ with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the f
     _check_activation()
 
 
-def _after_conv(values, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
-    """The Model's lines after the convolution, as a function of its tensors."""
-    values = _activate(values, bias, scale)
+def _normalise(v: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     # nn.functional's raises the Model's error for one sample with one value per group, but takes 4 us longer.
-    group_norm = nn.functional.group_norm if values.numel() == groups else torch.group_norm
-    return group_norm(values, groups, gamma, beta, eps)
+    group_norm = nn.functional.group_norm if v.numel() == groups else torch.group_norm
+    return group_norm(v, groups, gamma, beta, eps)
 
 
 def _functional(x, weight, conv_bias, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
     """The Model's lines, as a function of its tensors."""
-    return _after_conv(torch.conv2d(x, weight, conv_bias), bias, scale, gamma, beta, groups, eps)
+    # No variable keeps the convolution's output: `_activate` frees it.
+    return _normalise(_activate(torch.conv2d(x, weight, conv_bias), bias, scale), gamma, beta, groups, eps)
 
 
 def _is_nchw(t: torch.Tensor) -> bool:
@@ -2209,7 +2208,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
                 tensors = [t.view_as(t) for t in tensors]
                 x, weight, conv_bias, bias, scale, gamma, beta = tensors
                 conv_out = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
-                out = _after_conv(conv_out, bias, scale, gamma, beta, ctx.groups, ctx.eps)
+                out = _normalise(_activate(conv_out, bias, scale), gamma, beta, ctx.groups, ctx.eps)
                 wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
                 grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=differentiable))
             return None, None, *(next(grads) if need else None for need in needs)

@@ -28,6 +28,7 @@ DIRECTIONS = {
     "forward_recorded": "forward, gradients recorded",
     "forward_backward": "forward + backward",
 }
+MAIN_DIRECTIONS = ("forward", "forward_backward")
 
 
 def pair_of(name: str) -> str:
@@ -108,29 +109,33 @@ def ladder_table(pair: str) -> str:
     return markdown([f"{MACHINES[machine]}, ms", "forward", "forward + backward", "forward, bfloat16"], rows)
 
 
-def cell(run: dict | None) -> str:
-    """Milliseconds, how many times as fast as each baseline with the 95% interval, and the share of the floor."""
-    if run is None:
-        return "-"
-    said = [f"**{run['ms']['new']:.4g} ms**"]
-    for name, (low, high) in sorted(run["speedup_ci"].items(), reverse=True):  # eager, then compile
-        said.append(f"{run['speedup'][name]:.2f}x [{low:.2f}, {high:.2f}] {name}")
-    return ", ".join(said + [f"{run['roof']['percent']:.0f}%"] * bool(run["roof"]))
-
-
 def full_table() -> str:
-    """A row a file, machine, dtype and precision; a column a direction; last the largest errors of the forward."""
+    """A row a file, machine, dtype and precision: forward and forward + backward, and the forward's largest errors.
+
+    What ran on the same machine as another GPU would has no rows, but a column.
+    """
+
+    def ms(run: dict | None) -> str:
+        return f"{run['ms']['new']:.4g}" if run else "-"
+
+    def cells(run: dict | None) -> list[str]:
+        floor = f"{run['roof']['percent']:.0f}%" if run and run["roof"] else "-"
+        return [ms(run), times(run, "eager"), times(run, "compile"), floor]
+
     rows = []
-    for name in FILES:
-        for machine in machines_of(name):
-            runs = benchmark(name, machine)
-            for dtype, precision in dict.fromkeys((run["dtype"], run["precision"]) for run in runs):
-                found = [find(runs, direction, dtype, precision) for direction in DIRECTIONS]
-                tf32 = ", TF32 allowed" if precision == "high" else ""
-                error = [next(run for run in found if run)["error"].get(f"{whose}_max") for whose in ("new", "eager")]
-                errors = " / ".join("-" if e is None else f"{e:.1e}" for e in error)
-                rows.append([f"`{name}`, {MACHINES[machine]}, {dtype}{tf32}", *map(cell, found), errors])
-    return markdown(["file, machine, dtype", *DIRECTIONS.values(), "largest error, new / eager"], rows)
+    measured = ((file, machine) for file in FILES for machine in machines_of(file))
+    for name, machine in (one for one in measured if "_as_" not in one[1]):
+        runs, as_older = benchmark(name, machine), benchmark(name, f"{machine}_as_8.0")
+        for dtype, precision in dict.fromkeys((run["dtype"], run["precision"]) for run in runs):
+            forward, training = (find(runs, direction, dtype, precision) for direction in MAIN_DIRECTIONS)
+            older = [ms(find(as_older, direction, dtype, precision)) for direction in MAIN_DIRECTIONS]
+            tf32 = ", TF32 allowed" if precision == "high" else ""
+            errors = " / ".join(f"{forward['error'][f'{whose}_max']:.1e}" for whose in ("new", "eager"))
+            row = [f"`{name}`", f"{MACHINES[machine]}, {dtype}{tf32}", *cells(forward), *cells(training)]
+            rows.append([*row, ", ".join(older) if as_older else "-", errors])
+    columns = ["x eager", "x compile", "floor / time"]
+    header = ["file", "measured", "forward, ms", *columns, "forward + backward, ms", *columns]
+    return markdown([*header, "compiled for 8.0, ms of both", "largest absolute error, forward: new / eager"], rows)
 
 
 def slower_table() -> str:
@@ -146,7 +151,9 @@ def slower_table() -> str:
         if timed:
             span = f"{times(timed[0], baseline)} to {timed[-1]['speedup'][baseline]:.3g}x"
             rows.append([f"`{name}`", baseline, f"{len(slower)} of {len(timed)}", span, "; ".join(said) or "-"])
-    return markdown(["file", "baseline", "rows where it is faster", "ModelNew is", "the three slowest rows"], rows)
+    return markdown(
+        ["file", "baseline", "rows where it is faster", "ModelNew is faster by", "the three slowest rows"], rows
+    )
 
 
 def sample() -> str:
