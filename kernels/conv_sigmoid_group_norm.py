@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A convolution, a bias, a scale, a sigmoid and group normalisation: a drop-in for the Model of the same name.
 
-    h = conv2d(x, W) + b + bias;    v = sigmoid(h * scale);    out = (v - mean) * rstd * gamma + beta
+    h = conv2d(x, W) + conv_bias + bias;    v = sigmoid(h * scale);    out = (v - mean) * rstd * gamma + beta
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
@@ -10,27 +10,28 @@ padding, dilation 1, groups 1, eps >= 1e-6), `_eager_is_faster` and `fits`. Our 
 contiguous, and bias and scale of shape (out_channels, 1, 1):
 
     NVIDIA GPU      float32, float16, bfloat16, autocast; gradients or none; tested from compute capability 7.5 on.
-                    Not many small outputs, below about 12 x 12 pixels (under torch.compile: any)
+                    Outputs below about 12 x 12 pixels only if they are few (under torch.compile: any)
     CPU, float32    without gradients; images of 128 pixels or more (under torch.compile: any)
     CPU, 16 bits    without gradients; types that the CPU has no instructions for: we compute in float32. Images of
                     128 pixels or more, or x.numel() * W.numel() >= 2^19 (under torch.compile: any)
     CPU, autocast   as 16 bits, of autocast's type; x in float32 or 16 bits, any images; bias, gamma, beta in float32
 
-Everything else runs PyTorch's operators. For 16-bit gradients on a CPU without instructions for the type they compute
-in float32, unless converting costs more than it saves: x has fewer than 2048 values, or few and small images.
+Everything else runs PyTorch's operators. If gradients are wanted in a 16-bit type that the CPU has no instructions for,
+we run them in float32, unless converting costs more than it saves: x has fewer than 2048 values, or its images are
+below the limits above.
 
 On a GPU `_convolves` decides who convolves. Our kernels do if W is 3x3 or 1x1 and has at most 32 input channels, or 16
 if x has a 16-bit type. Otherwise cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels read
 conv2d(x, W) and do the rest.
 
-The forward keeps v in registers and writes its output once. It reads cuDNN's result once, or x 1.2 times (tiles'
-borders overlap) for each 32 output channels. If a sample has more tiles than can run at once, there are two launches,
-and each of them reads it. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, our kernels convolve with tensor
-cores, which are much faster there than FMA instructions, and in float32 as accurate. For other GPUs they use FMA
-instructions. Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the parameters,
-mean (as two floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels convolve, they
-also compute x's gradient, if W is 3x3 and has at least 4 input channels. cuDNN computes W's gradient, and x's
-elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
+The forward keeps v in registers and writes its output once. It reads cuDNN's result once or, if it convolves, x 1.2
+times (tiles' borders overlap) for each 32 output channels. If a sample has more tiles than can run at once, there are
+two launches, and each reads all of this. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, our kernels convolve
+with tensor cores, which are much faster there than FMA instructions, and in float32 as accurate. For other GPUs they
+use FMA instructions. Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the
+parameters, mean (as two floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels
+convolve, they also compute x's gradient, if W is 3x3 and has at least 4 input channels. cuDNN computes W's gradient,
+and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
 torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
@@ -80,9 +81,9 @@ CUDA_SOURCE = r"""
 // comparisons, such as `v < 0 ? 0 : v`. (The fminf below drops a NaN on purpose.)
 
 __device__ __forceinline__ float exp2_approx(float t) {
-    float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
-    return e;
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+    return power;
 }
 __device__ __forceinline__ float reciprocal_approx(float v) {
     float reciprocal;
@@ -228,7 +229,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
     unsigned* counters;  // (samples, kCounterStride): tiles that have published; zeros before the launch
-    double2* group_sums;  // (samples, groups, max_group_tiles, pixel_tiles): the published sums
+    double2* group_sums;  // (samples, groups, max_group_tiles, pixel_tiles): the two published sums
     void* out;  // of T; in the backward dh, of dh_type
     const void* g;  // of T: the gradient of out
     double* parameter_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
@@ -256,14 +257,14 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
 
 // A tile's number among those of all samples, its first pixel and channel, and that channel's group.
 struct Tile {
-    int number, sample, pixel_tile, first_channel, group, row, column;
+    int number, sample, pixel_tile, first_channel, first_group, row, column;
     __device__ __forceinline__ void set(const Arguments& p, int tile_number) {
         const int tile = tile_number % p.sample_tiles;
         number = tile_number;
         sample = tile_number / p.sample_tiles;
         pixel_tile = tile / p.channel_tiles;
         first_channel = tile % p.channel_tiles * p.tile_channels;
-        group = first_channel / p.group_channels;
+        first_group = first_channel / p.group_channels;
         row = pixel_tile / p.column_tiles * p.tile_rows;
         column = pixel_tile % p.column_tiles * kTileColumns;
     }
@@ -290,7 +291,7 @@ struct Shared {
     ChannelParameters parameters[kMaxTileChannels];
     int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
-    float weight_inverse_scales[kMaxStages];  // `inverse_scale` of each stage's weights in shared memory, see Pieces
+    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights in shared memory, see Pieces
     Tile tiles[2];  // this one and the next
 };
 
@@ -398,18 +399,18 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 // So a float32 v is split into two float16 pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. With
 // x's pieces hi and lo, and hi' and lo' the weight w's, x w is about hi hi' + hi lo' + lo hi': three products.
 //
-// A float16 is a multiple of 2^-24, and below 2^16. So convert_x first scales x: it multiplies the x of each stage of a
-// tile by the power of two that brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
-// the same with each stage's weights. Each returns the inverse of its power as `inverse_scale`. The kernel gives
-// convolve_stage the product of both: x w = `inverse_scale` (scaled x) (scaled w).
+// A float16 is a multiple of 2^-24, and below 2^16. So convert_x first multiplies the x of each stage of a tile by a
+// power of two, the prescale: it brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
+// the same with each stage's weights. Both functions return `unscale`, the inverse of their prescale. The kernel gives
+// convolve_stage the product of the two, also called `unscale`: x w = `unscale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
 // product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of 2^-24, an error of up to
 // 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo. Multiplied by the other factor,
 // which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9 taps adds to h an error of at most
-// 72 * 2^-11 < 0.04 times `inverse_scale`; with random numbers at most about 0.001 times `inverse_scale`. Where this
-// might change z, `recompute_in_float` convolves again.
+// 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times `unscale`. Where this might change
+// z, `recompute_in_float` convolves again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in_channel) {
     return min(p.stage_channels, p.in_channels - first_in_channel);
@@ -471,11 +472,10 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
 template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a block, with tensor cores: returns the power of two that brings the largest of the threads' values into [2^13,
-// 2^14), see Pieces. It is at most 2^126, so that its inverse, which goes to `inverse_scale`, is a normal number. Where
-// the largest value is infinite it is NaN. `largest` must not be negative. Contains a __syncthreads, and needs one
-// before a second call.
-__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& inverse_scale) {
+// By a block, with tensor cores: from each thread's largest value, which must not be negative, computes the prescale,
+// see Pieces. It is at most 2^126, so that its inverse, `unscale`, is a normal number. If a value is infinite, it is
+// NaN. Contains a __syncthreads, and needs one before a second call.
+__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unscale) {
 #if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
     largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
 #endif
@@ -484,7 +484,7 @@ __device__ __forceinline__ float prescale_for(float largest, Shared& shared, flo
     for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, shared.largest[warp]);
     constexpr unsigned kOne = 127, kInfinite = 255, kLeast = 14;  // exponents in a float's bits, of 1, infinity, 2^-113
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
-    inverse_scale = __uint_as_float((exponent - 13) << 23);
+    unscale = __uint_as_float((exponent - 13) << 23);
     return exponent < kInfinite ? __uint_as_float((kOne + 13 - exponent + kOne) << 23) : NAN;
 }
 __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
@@ -493,14 +493,14 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
 }
 // By a block: each thread waits for its own cp.async copies. Without tensor cores, float32 values stay where they are,
 // and 16-bit values are stored to stage_x as floats. With tensor cores the thread stores the channels of each pixel
-// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `inverse_scale`, see Pieces.
-// Contains a __syncthreads if kTensorCores and T is float.
+// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `unscale`, see Pieces. Contains a
+// __syncthreads if kTensorCores and T is float.
 template <typename T, int PACK>
 __device__ __forceinline__ float convert_packs(
     const Arguments& p, int first_in_channel, const T* copied_x, float* stage_x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first_in_channel), channel_pixels = p.lines * kPitch;
-    float inverse_scale = 1;
+    float unscale = 1;
     if constexpr (kTensorCores) {
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(copied_x + c * channel_pixels + pixel)
@@ -517,7 +517,7 @@ __device__ __forceinline__ float convert_packs(
                     for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
                 }
             });
-            prescale = prescale_for(largest, shared, inverse_scale);
+            prescale = prescale_for(largest, shared, unscale);
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
@@ -545,7 +545,7 @@ __device__ __forceinline__ float convert_packs(
             for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = float(copied_x[pixel + i]);
         });
     }
-    return inverse_scale;
+    return unscale;
 }
 // copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as x is aligned to 16
 // bytes and p.pad is 0 or 2.
@@ -582,12 +582,12 @@ __device__ __forceinline__ void load_parameters(const Arguments& p, int first_ch
 }
 // By a block, for a tile whose first output channel is `first_channel`: loads the weights of a stage's input channels,
 // from `first_in_channel` on, as (in_channel, tap, out_channel) or, with tensor cores, as `convolve_mma` reads them.
-// Returns the weights' `inverse_scale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
+// Returns the weights' `unscale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
     const Arguments& p, int first_channel, int first_in_channel, float* to, Shared& shared) {
     const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in_channel);
-    float inverse_scale = 1;
+    float unscale = 1;
     if constexpr (kTensorCores) {
         const int k_steps = (taps + 1) / 2, weight_pairs = p.tile_channels / 16 * k_steps * 128;
         // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, for k = 0
@@ -603,7 +603,7 @@ __device__ __forceinline__ float load_weights(
             float largest = 0;
             for (int i = int(read_thread()); i < 2 * weight_pairs; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
-            prescale = prescale_for(largest, shared, inverse_scale);
+            prescale = prescale_for(largest, shared, unscale);
         }
         for (int i = int(read_thread()); i < weight_pairs; i += kThreads) {
             const int index = i / 128 * 128 * kPieces<T> + i % 128;
@@ -622,20 +622,21 @@ __device__ __forceinline__ float load_weights(
             to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_channels, first_in_channel + in_channel, tap);
         }
     }
-    return inverse_scale;
+    return unscale;
 }
 
 // By a thread, without tensor cores: adds the products of `channels` input channels to `acc`. x points to the input
 // pixel of tap 0 of the thread's first output pixel, weights to the thread's first output channel.
-template <int K>
+template <int KERNEL_SIZE>
 __device__ __forceinline__ void convolve_fma(
     const Arguments& p, const float* x, const float* weights, int channels, ThreadTile& acc) {
-    constexpr int kInputColumns = K == 3 ? 4 : 2;  // of x, for a pair of output columns
+    constexpr int kTaps = KERNEL_SIZE * KERNEL_SIZE;
+    constexpr int kInputColumns = KERNEL_SIZE == 3 ? 4 : 2;  // of x, for a pair of output columns
 #pragma unroll 1
     for (int c = 0; c < channels; ++c) {
-        float w[K * K][kThreadChannels];
+        float w[kTaps][kThreadChannels];
 #pragma unroll
-        for (int tap = 0; tap < K * K; ++tap) {
+        for (int tap = 0; tap < kTaps; ++tap) {
             const float4 four = *reinterpret_cast<const float4*>(weights + tap * p.tile_channels);
             w[tap][0] = four.x;
             w[tap][1] = four.y;
@@ -643,7 +644,7 @@ __device__ __forceinline__ void convolve_fma(
             w[tap][3] = four.w;
         }
 #pragma unroll
-        for (int line = 0; line < kThreadRows + K - 1; ++line) {  // a line of x contributes to up to K rows
+        for (int line = 0; line < kThreadRows + KERNEL_SIZE - 1; ++line) {
             float in[2][kInputColumns];
 #pragma unroll
             for (int i = 0; i < kInputColumns; ++i) {
@@ -653,18 +654,18 @@ __device__ __forceinline__ void convolve_fma(
                 in[pair][column + 1] = two.y;
             }
 #pragma unroll
-            for (int tap = 0; tap < K * K; ++tap) {
-                const int row = line - tap / K;
+            for (int tap = 0; tap < kTaps; ++tap) {
+                const int row = line - tap / KERNEL_SIZE;  // a line contributes to up to KERNEL_SIZE rows
                 if (row < 0 || row >= kThreadRows) continue;
 #pragma unroll
                 for (int i = 0; i < 16; ++i) {
                     const int o = i / 4, pixel = row * 4 + i % 4;
-                    acc[o][pixel] = fmaf(w[tap][o], in[i / 2 % 2][i % 2 + tap % K], acc[o][pixel]);
+                    acc[o][pixel] = fmaf(w[tap][o], in[i / 2 % 2][i % 2 + tap % KERNEL_SIZE], acc[o][pixel]);
                 }
             }
         }
         x += p.lines * kPitch;
-        weights += K * K * p.tile_channels;
+        weights += kTaps * p.tile_channels;
     }
 }
 
@@ -704,8 +705,8 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // Register r of a lane's operand A has the weights of output channel lane / 4 + r % 2 * 8, the k-step's tap r / 2, and
 // input channels lane % 4 * 2 and the next one.
 template <typename T>
-__device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, const uint4* weights,
-    const int* tap_offsets, float inverse_scale, ThreadTile& acc) {
+__device__ __forceinline__ void convolve_mma(
+    const Arguments& p, uint32_t x, const uint4* weights, const int* tap_offsets, float unscale, ThreadTile& acc) {
     constexpr bool kSplit = kPieces<T> == 2;
     const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the k-step's two taps, of eight pixels. 2 and 3 are x's lo
@@ -719,7 +720,7 @@ __device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, con
     for (int first = 0; first < kThreadPixels / 2; first += kFragmentsAtOnce) {
 #pragma unroll 1
         for (int k_step = 0; k_step < k_steps; ++k_step) {
-            const uint4 hi = weights[k_step * kPieces<T> * 32];
+            const uint4 weight_hi = weights[k_step * kPieces<T> * 32];
             const uint32_t step_x = x + tap_offsets[2 * k_step];
             uint32_t b[kFragmentsAtOnce][2 * kPieces<T>];  // x's hi and, if it has two pieces, its lo
             float products[kFragmentsAtOnce][4];
@@ -736,20 +737,20 @@ __device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, con
                 for (int i = 0; i < 4; ++i) products[f][i] = kSplit ? 0.0f : acc[i / 2][2 * (first + f) + i % 2];
             }
             if constexpr (kSplit) {
-                const uint4 lo = weights[k_step * 64 + 32];
+                const uint4 weight_lo = weights[k_step * 64 + 32];
 #pragma unroll
-                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], lo, b[f][0], b[f][1]);
+                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], weight_lo, b[f][0], b[f][1]);
 #pragma unroll
-                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], hi, b[f][2], b[f][3]);
+                for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], weight_hi, b[f][2], b[f][3]);
             }
 #pragma unroll
-            for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], hi, b[f][0], b[f][1]);
+            for (int f = 0; f < kFragmentsAtOnce; ++f) mma<T>(products[f], weight_hi, b[f][0], b[f][1]);
 #pragma unroll
             for (int f = 0; f < kFragmentsAtOnce; ++f) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& total = acc[i / 2][2 * (first + f) + i % 2];
-                    total = kSplit ? fmaf(products[f][i], inverse_scale, total) : products[f][i];
+                    total = kSplit ? fmaf(products[f][i], unscale, total) : products[f][i];
                 }
             }
         }
@@ -761,36 +762,36 @@ __device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, con
 //       in 16 bits an infinite x is multiplied by 0, the weight of a tap that does not exist (9 taps are 5 steps);
 //       in the gradient of x, of any type, an infinite weight is multiplied by a zero around dh.
 //   This function multiplies nothing outside x, and no tap that does not exist.
-// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `inverse_scale` the largest of
-//   the tile's stages. Recompute if inverse_scale s > kMaxInverseScale. At this limit a stage makes an error of z = h
-//   scale of at most 0.04 kMaxInverseScale < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four
-//   stages. float32 itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1.
-//   It is exceeded only if max|x| max|weight| s > 2^26 kMaxInverseScale = 2^7. Inputs of order 1 stay far below. 12-bit
-//   pixels that are not normalized can exceed it; they are correct, but slow.
+// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `unscale` the largest of the
+//   tile's stages. Recompute if unscale s > kMaxUnscale. At this limit a stage makes an error of z = h scale of at most
+//   0.04 kMaxUnscale < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32 itself
+//   rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1. It is exceeded only if
+//   max|x| max|weight| s > 2^26 kMaxUnscale = 2^7. Inputs of order 1 stay far below. 12-bit pixels that are not
+//   normalized can exceed it; they are correct, but slow.
 //   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
-constexpr float kMaxInverseScale = 1.0f / (1 << 19);
+constexpr float kMaxUnscale = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
-    const Arguments& p, const Tile& tile, const Shared& shared, float inverse_scale, ThreadTile& conv) {
+    const Arguments& p, const Tile& tile, const Shared& shared, float unscale, ThreadTile& values) {
     constexpr bool kIsInputGradient = DIRECTION == kInputGradient;
     const ThreadOrigin origin(p);
     float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: no fmaf waits for the one before it
 #pragma unroll
     for (int i = 0; i < kThreadValues; ++i)
-        nan_probe[i % 4] = fmaf(conv[i / kThreadPixels][i % kThreadPixels], 0.0f, nan_probe[i % 4]);
+        nan_probe[i % 4] = fmaf(values[i / kThreadPixels][i % kThreadPixels], 0.0f, nan_probe[i % 4]);
     bool usable = nan_probe[0] + nan_probe[1] + (nan_probe[2] + nan_probe[3]) == 0;
     if constexpr (!kIsInputGradient && kPieces<T> == 2) {
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
             const float scale = fmaxf(fabsf(shared.parameters[origin.channel + o * kChannelStride].scale), 1.0f);
-            usable &= inverse_scale * scale <= kMaxInverseScale;
+            usable &= unscale * scale <= kMaxUnscale;
         }
     }
     if (usable) return;
     const OutputMap map(p, tile);
     const int taps = p.kernel_size * p.kernel_size;
 #pragma unroll
-    for (int i = 0; i < kThreadValues; ++i) conv[i / kThreadPixels][i % kThreadPixels] = 0;
+    for (int i = 0; i < kThreadValues; ++i) values[i / kThreadPixels][i % kThreadPixels] = 0;
 #pragma unroll 1
     for (int n = 0; n < p.in_channels * taps; ++n) {
         const int in_channel = n / taps;
@@ -813,21 +814,21 @@ __device__ __forceinline__ void recompute_in_float(
             if (kIsInputGradient && (pixel_row >= unsigned(p.height) || pixel_column >= unsigned(p.width))) continue;
             const float v = float(from[map.pixel_offset(i, p.width)]);
 #pragma unroll
-            for (int o = 0; o < kThreadChannels; ++o) conv[o][i] = fmaf(w[o], v, conv[o][i]);
+            for (int o = 0; o < kThreadChannels; ++o) values[o][i] = fmaf(w[o], v, values[o][i]);
         }
     }
 }
-// By a block, between two __syncthreads: conv += the convolution of the stage's input channels, from `first_in_channel`
-// on.
+// By a block, between two __syncthreads: adds the products of the stage's input channels, from `first_in_channel` on,
+// to `values`.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* stage_x, const float* weights,
-    const Shared& shared, int first_in_channel, float inverse_scale, ThreadTile& conv) {
+    const Shared& shared, int first_in_channel, float unscale, ThreadTile& values) {
     const ThreadOrigin origin(p);
     if constexpr (kTensorCores) {
         const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, uint4s_per_set = k_steps * kPieces<T> * 32;
         const auto* const warp_weights = reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_set;
         const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(stage_x)) + origin.row * kPitch * 16;
-        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, inverse_scale, conv);
+        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, unscale, values);
     } else {
         const float* const thread_x = stage_x + origin.row * kPitch + origin.column;
         const float* const thread_weights = weights + origin.channel;
@@ -840,11 +841,11 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
             convolve_fma<3>(p, thread_x, thread_weights, channels, acc);  // PyTorch computes dx of other kernel sizes
 #pragma unroll
             for (int i = 0; i < kThreadValues; ++i)
-                conv[i / kThreadPixels][i % kThreadPixels] += acc[i / kThreadPixels][i % kThreadPixels];
+                values[i / kThreadPixels][i % kThreadPixels] += acc[i / kThreadPixels][i % kThreadPixels];
         } else if (p.kernel_size == 3) {
-            convolve_fma<3>(p, thread_x, thread_weights, channels, conv);
+            convolve_fma<3>(p, thread_x, thread_weights, channels, values);
         } else {
-            convolve_fma<1>(p, thread_x, thread_weights, channels, conv);
+            convolve_fma<1>(p, thread_x, thread_weights, channels, values);
         }
     }
 }
@@ -916,13 +917,13 @@ __device__ __forceinline__ double2 sums_of_warps(const Arguments& p, const Tile&
     return totals;
 }
 
-__device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int group_tile) {
+__device__ __forceinline__ double2* group_sums_of(const Arguments& p, int sample, int group, int group_tile) {
     return p.group_sums + ((int64_t(sample) * p.groups + group) * p.max_group_tiles + group_tile) * p.pixel_tiles;
 }
-enum ParameterGradient { kDBeta, kDGamma, kDBias, kDScale };  // of a channel, in the order of parameter_sums
-__device__ __forceinline__ double& parameter_sum(const Arguments& p, const Tile& tile, ParameterGradient of, int c) {
+enum ParameterSum { kDBeta, kDGamma, kDBias, kDScale };  // of a channel, in the order of parameter_sums
+__device__ __forceinline__ double& parameter_sum(const Arguments& p, const Tile& tile, ParameterSum which, int c) {
     const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
-    return p.parameter_sums[(row * 4 + of) * p.out_channels + tile.first_channel + c];
+    return p.parameter_sums[(row * 4 + which) * p.out_channels + tile.first_channel + c];
 }
 
 // By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
@@ -945,7 +946,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
     __syncwarp();
     // Each lane takes a group, and adds up its channels in this tile. `group_tile` is the tile's index among the tiles
     // of the group.
-    const int group = tile.group + lane, first_channel = group * p.group_channels;
+    const int group = tile.first_group + lane, first_channel = group * p.group_channels;
     if (first_channel < tile.first_channel + channels) {
         double2 totals = {};
         for (int c = max(first_channel - tile.first_channel, 0);
@@ -953,7 +954,7 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
             totals = {totals.x + shared.channel_totals[c].x, totals.y + shared.channel_totals[c].y};
         }
         const int group_tile = (tile.first_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2);
-        partials_of(p, tile.sample, group, group_tile)[tile.pixel_tile] = totals;
+        group_sums_of(p, tile.sample, group, group_tile)[tile.pixel_tile] = totals;
     }
     if (p.mode != kFused) return;
     __syncwarp();
@@ -980,16 +981,16 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 template <Direction DIRECTION>
 __device__ __forceinline__ void compute_coefficients(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_channels, p.out_channels);
-    for (int group = tile.group + read_thread() / 32; true; group += kWarps) {
+    for (int group = tile.first_group + read_thread() / 32; true; group += kWarps) {
         const int first_channel = group * p.group_channels, last_channel = first_channel + p.group_channels - 1;
         if (first_channel >= end) return;
-        const double2* const group_sums = partials_of(p, tile.sample, group, 0);
+        const double2* const group_sums = group_sums_of(p, tile.sample, group, 0);
         double2 totals = {};
         const int group_tiles = (last_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2) + 1;
 #pragma unroll 4
         for (int i = lane; i < group_tiles * p.pixel_tiles; i += 32) {
-            const double2 partial = __ldcg(group_sums + i);
-            totals = {totals.x + partial.x, totals.y + partial.y};
+            const double2 sums = __ldcg(group_sums + i);
+            totals = {totals.x + sums.x, totals.y + sums.y};
         }
         for (int distance = 16; distance > 0; distance /= 2) {
             totals.x += __shfl_xor_sync(~0u, totals.x, distance);
@@ -1089,7 +1090,8 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
     const OutputMap& map, const Shared& shared, float* row_buffer) {
     constexpr int kRowLanes = kTileColumns / 2;  // lanes that copy one channel's row, a pair of columns each
     constexpr int kChannelsAtOnce = 32 / kRowLanes;
-    const int lane = read_thread() % 32, warp_first_channel = map.channel / 16 * 16, lane_channel = lane / kRowLanes;
+    const int lane = read_thread() % 32;
+    const int warp_first_channel = map.channel / kWarpChannels * kWarpChannels, lane_channel = lane / kRowLanes;
     const int row = tile.row + ThreadOrigin(p).row, column = tile.column + lane % kRowLanes * 2;
     // Rows from the warp's first one on, and channels from the lane's first one on, that lie inside the output.
     const int rows_left = column < p.out_width ? p.out_height - row : 0;
@@ -1111,16 +1113,16 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile,
                 make_float2(normalize(values[o][pixel], coefficients), normalize(values[o][pixel + 1], coefficients));
         }
         __syncwarp();
-        float2 pairs[16 / kChannelsAtOnce];
+        float2 pairs[kWarpChannels / kChannelsAtOnce];
 #pragma unroll
-        for (int c = 0; c < 16; c += kChannelsAtOnce) {
+        for (int c = 0; c < kWarpChannels; c += kChannelsAtOnce) {
             pairs[c / kChannelsAtOnce] = *reinterpret_cast<const float2*>(
                 row_buffer + (c + lane_channel) * kRowBufferPitch + lane % kRowLanes * 2);
         }
         if (r >= rows_left) continue;
         T* target = to + r * p.out_width;
 #pragma unroll
-        for (int c = 0; c < 16; c += kChannelsAtOnce) {
+        for (int c = 0; c < kWarpChannels; c += kChannelsAtOnce) {
             const Pack<T, 2> pack = {T(pairs[c / kChannelsAtOnce].x), T(pairs[c / kChannelsAtOnce].y)};
             if (c < channels_left && even) *reinterpret_cast<Pack<T, 2>*>(target) = pack;
             if (c < channels_left && !even) target[0] = pack.values[0];
@@ -1135,8 +1137,7 @@ __device__ __forceinline__ void write_output(
     const Arguments& p, const Tile& tile, ThreadTile& values, const Shared& shared, float* row_buffer) {
     const OutputMap map(p, tile);
     if constexpr (kTensorCores) {
-        row_buffer += read_thread() / 32 * 16 * kRowBufferPitch;
-        write_rows<T>(p, tile, values, map, shared, row_buffer);
+        write_rows<T>(p, tile, values, map, shared, row_buffer + read_thread() / 32 * kWarpChannels * kRowBufferPitch);
         __syncthreads();  // because the next stage overwrites the row buffer
     } else {
 #pragma unroll
@@ -1176,12 +1177,6 @@ __device__ __forceinline__ void sum_gradients(
     }
     store_warp_sums<true>(sums, {}, shared);
 }
-// Calls use(dh), with a pointer to the backward's output, of its type: T or, under autocast, a type of 16 bits.
-template <typename T, typename F> __device__ __forceinline__ void with_dh(const Arguments& p, F use) {
-    if (sizeof(T) == 2 || p.dh_type == 0) use(static_cast<T*>(p.out));
-    else if (p.dh_type == 1) use(static_cast<__half*>(p.out));
-    else use(static_cast<__nv_bfloat16*>(p.out));
-}
 // By a warp: writes dh = dz scale, where dz = dv activation_gradient(z) and z = h scale. The sums that it adds up, of
 // dz and of dz h, lack the factor rstd.
 template <typename T>
@@ -1205,14 +1200,16 @@ __device__ __forceinline__ void write_dh(
             sums[kThreadChannels + o].sum = fmaf(dz_over_rstd, h_value, sums[kThreadChannels + o].sum);
             dh[k] = dz_over_rstd * coefficients.rstd * scale;
         }
-        with_dh<T>(p, [&](auto* to) { store_pixels(to, map, o, begin, dh); });
+        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels(static_cast<T*>(p.out), map, o, begin, dh);
+        else if (p.dh_type == 1) store_pixels(static_cast<__half*>(p.out), map, o, begin, dh);
+        else store_pixels(static_cast<__nv_bfloat16*>(p.out), map, o, begin, dh);
         __syncwarp();  // as in sum_gradients
     }
     store_warp_sums<false>(sums, {}, shared);
 }
 
-// By the first warp, after __syncthreads: writes the tile's partial sums of dbias and dscale.
-__device__ __forceinline__ void write_bias_scale_partials(const Arguments& p, const Tile& tile, const Shared& shared) {
+// By the first warp, after __syncthreads: writes the tile's parameter sums of dbias and dscale.
+__device__ __forceinline__ void write_bias_scale_sums(const Arguments& p, const Tile& tile, const Shared& shared) {
     const int lane = read_thread();
     if (lane >= min(p.tile_channels, p.out_channels - tile.first_channel)) return;
     const double2 totals = sums_of_warps(p, tile, shared, lane);
@@ -1289,35 +1286,35 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         const Tile& tile = shared.tiles[current];
         Tile& next = shared.tiles[current ^ 1];
         ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
-        float largest_inverse_scale = 0;  // of the tile's stages
+        float largest_unscale = 0;  // of the tile's stages
         const bool loads_weights = !p.keeps_weights || tile.number == int(blockIdx.x);
         if (!p.keeps_weights) __syncthreads();  // other warps may still read the previous tile's parameters
         if (loads_weights && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
         for (int first_in_channel = 0; first_in_channel < p.in_channels; first_in_channel += p.stage_channels) {
-            const int stage = first_in_channel / p.stage_channels,
-                      next_in_channel = first_in_channel + p.stage_channels;
+            const int stage = first_in_channel / p.stage_channels;
+            const int next_in_channel = first_in_channel + p.stage_channels;
             const int slot = p.keeps_weights ? stage : 0;  // where shared memory has the stage's weights
             float* const stage_weights = weights + slot * p.weight_floats;
             if (stage > 0) __syncthreads();  // warps may still read what is overwritten now
             if (stage > 0 && !kConvertsX) copy_x<T>(p, tile, first_in_channel, copied_x);
             if (loads_weights) {
-                shared.weight_inverse_scales[slot] =
+                shared.weight_unscales[slot] =
                     load_weights<T, DIRECTION>(p, tile.first_channel, first_in_channel, stage_weights, shared);
                 if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            const float inverse_scale =
-                shared.weight_inverse_scales[slot] * convert_x<T>(p, first_in_channel, copied_x, stage_x, shared);
-            largest_inverse_scale = fmaxf(largest_inverse_scale, inverse_scale);
+            const float unscale =
+                shared.weight_unscales[slot] * convert_x<T>(p, first_in_channel, copied_x, stage_x, shared);
+            largest_unscale = fmaxf(largest_unscale, unscale);
             if (next_in_channel < p.in_channels && kConvertsX) copy_x<T>(p, tile, next_in_channel, copied_x);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in_channel, inverse_scale, values);
+            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in_channel, unscale, values);
         }
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.stages == 0) {
             load_convolved<T>(p, tile, values);
             __syncthreads();  // for the parameters
         } else if constexpr (kTensorCores || DIRECTION == kInputGradient) {
-            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_inverse_scale, values);
+            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unscale, values);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
@@ -1342,7 +1339,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         if (DIRECTION == kBackward) {
             write_dh<T>(p, values, OutputMap(p, tile), shared);
             __syncthreads();
-            if (read_thread() < 32) write_bias_scale_partials(p, tile, shared);
+            if (read_thread() < 32) write_bias_scale_sums(p, tile, shared);
         } else {
             write_output<T>(p, tile, values, shared, stage_x);
         }
@@ -1404,9 +1401,10 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     const auto set_stage = [&](int stage_channels) {
         p.stage_channels = stage_channels;
         const int channel_pixels = p.lines * kPitch, taps = p.kernel_size * p.kernel_size, k_steps = (taps + 1) / 2;
-        p.x_floats = tensor_cores ? std::max(channel_pixels * 4 * kPieces<T>, kRowBufferFloats)
-                                  : channel_pixels * stage_channels;
-        p.weight_floats = p.tile_channels * (tensor_cores ? k_steps * 8 * kPieces<T> : taps * stage_channels);
+        const int piece_floats = kMaxStageChannels * kPieces<T> / 2;  // of a pixel or tap; a float holds two pieces
+        p.x_floats =
+            tensor_cores ? std::max(channel_pixels * piece_floats, kRowBufferFloats) : channel_pixels * stage_channels;
+        p.weight_floats = p.tile_channels * (tensor_cores ? k_steps * 2 * piece_floats : taps * stage_channels);
         const int copied_values = tensor_cores || sizeof(T) == 2 ? stage_channels * channel_pixels : 0;  // kConvertsX
         return 4 * (p.x_floats + p.weight_floats) + copied_values * int(sizeof(T));
     };
@@ -1429,9 +1427,10 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         return cudaGetLastError();
     }
     if (grid >= p.sample_tiles) {
-        // In a grid of whole samples all tiles of a sample are computed in the same round. In other grids a sample may
-        // begin in one round and end in the next: blocks of the first wait for the second, and the kernel takes 1.03
-        // times as long. So the grid is of whole samples, if that leaves out at most 1/8 of the blocks.
+        // In round n each block computes its n-th tile. In a grid of whole samples, one round computes all tiles of a
+        // sample. In other grids a sample may begin in one round and end in the next: blocks of the first wait for the
+        // second, and the kernel takes 1.03 times as long. So the grid is of whole samples, if that leaves out at most
+        // 1/8 of the blocks.
         const int whole_samples_grid = grid / p.sample_tiles * p.sample_tiles;
         if (8 * whole_samples_grid >= 7 * grid) grid = whole_samples_grid;
         p.mode = kFused;
@@ -1499,34 +1498,34 @@ CPP_SOURCE = r"""
 
 namespace {
 using at::Tensor;
-using Tensors = std::tuple<Tensor, Tensor>;
+using Outputs = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 // `parameters`, always of x's dtype, are the convolution's weight and bias, bias, scale, and norm's weight and bias. A
 // weight of (out_channels, 0, 1, 1) says that x is the convolution's output without its bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta };
 
 // The output, and the Statistics of each group of each sample: mean, mean_lo, rstd (on a CPU zeros).
-Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
+Outputs forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
-    const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
-    return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
+    const auto out_height = x.sym_size(2) - weight.sym_size(2) + 1;
+    const auto out_width = x.sym_size(3) - weight.sym_size(3) + 1;
+    return {at::empty_symint({x.sym_size(0), weight.sym_size(0), out_height, out_width}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
-// ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache. Tiles
-// are not those of CUDA_SOURCE: a tile is kTilePixels pixels of a band.
-//
-// A thread computes a band at a time: some rows of four channels of a sample. `conv`, the convolution without biases,
-// has x's row length: its pixel (row, column) is at index row * width + column. Each value is a sum of terms; a term is
-// a weight times the x that lies term_offsets[term] from the pixel. So a band is one long row, cut into tiles:
+// ---- on a CPU: a direct convolution in registers, then the other operations while the values are in a cache. A thread
+// computes a band at a time: some rows of four channels of a sample. `conv_out`, the convolution without biases, has
+// x's row length: its pixel (row, column) is at index row * width + column. Each value is a sum of terms; a term is a
+// weight times the x that lies term_offsets[term] from the pixel. So a band is one long row. It is cut into tiles,
+// which are not CUDA_SOURCE's: kTilePixels pixels of the four channels.
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
-//     conv of 3 x 3          0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
+//     conv_out of 3 x 3      0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, of the band's 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32;
 // a loaded value of x is used in four products. The thread also prefetches the cache lines of `out` that its band will
 // fill: that makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes
-// the activation, adds up values and squares in double, and copies the band to `out`, which normalize_channels
-// normalizes.
+// the activation, adds up values and squares in double, and copies the band to `out`. Later normalize_channels reads
+// and writes `out`.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1538,35 +1537,35 @@ using Vector = float __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 constexpr int kTileChannels = 4;
 constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
-constexpr int64_t kBandPixels = 1024;      // per channel (one row, if that has more): 4 KiB of values
-constexpr int64_t kMaxSumTerms = 72;       // 8 channels of 3x3; longer sums are split, because rounding errors grow
-constexpr int64_t kMaxTerms = 160;         // terms of a value; with more, PyTorch's convolution is as fast
-constexpr int64_t kGrain = 32768;          // values per thread; with fewer, another thread does not pay (measured)
-constexpr int64_t kLineValues = 16;        // floats in a cache line of 64 bytes
-constexpr size_t kMappedBytes = 32 << 20;  // glibc's largest threshold: malloc maps a larger block anew each time
+constexpr int64_t kBandPixels = 1024;        // per channel (one row, if that has more): 4 KiB of values
+constexpr int64_t kMaxSumTerms = 72;  // 8 channels of 3x3; longer sums are split, because rounding errors grow
+constexpr int64_t kMaxTerms = 160;  // terms of a value; with more, PyTorch's convolution is as fast
+constexpr int64_t kGrain = 32768;  // values per thread; with fewer, another thread does not pay (measured)
+constexpr int64_t kCacheLineFloats = 16;  // of 64 bytes
+constexpr size_t kMmapThreshold = 32 << 20;  // glibc's largest threshold: malloc maps a larger block anew each time
 
-// Computes a tile's sums of `terms` terms in registers. Writes them to conv or, if `adds`, adds them to conv.
-void convolve_tile(const float* x, const int64_t* term_offsets, int64_t terms, const float* packed_weights, float* conv,
-    int64_t channel_stride, bool adds) {
+// Computes a tile's sums of `terms` terms in registers. Writes them to conv_out or, if `adds`, adds them to it.
+void convolve_tile(const float* x, const int64_t* term_offsets, int64_t terms, const float* packed_weights,
+    float* conv_out, int64_t channel_stride, bool adds) {
     Vector sums[kTileChannels][kTileVectors] = {};
     for (int64_t term = 0; term < terms; ++term) {
         Vector pixels[kTileVectors];
 #pragma GCC unroll 6
-        for (int v = 0; v < kTileVectors; ++v) {
-            pixels[v] = *reinterpret_cast<const Vector*>(x + term_offsets[term] + v * kLanes);
+        for (int i = 0; i < kTileVectors; ++i) {
+            pixels[i] = *reinterpret_cast<const Vector*>(x + term_offsets[term] + i * kLanes);
         }
 #pragma GCC unroll 4
         for (int c = 0; c < kTileChannels; ++c) {
 #pragma GCC unroll 6
-            for (int v = 0; v < kTileVectors; ++v) sums[c][v] += packed_weights[term * kTileChannels + c] * pixels[v];
+            for (int i = 0; i < kTileVectors; ++i) sums[c][i] += packed_weights[term * kTileChannels + c] * pixels[i];
         }
     }
 #pragma GCC unroll 4
     for (int c = 0; c < kTileChannels; ++c) {
 #pragma GCC unroll 6
-        for (int v = 0; v < kTileVectors; ++v) {
-            Vector& to = *reinterpret_cast<Vector*>(conv + c * channel_stride + v * kLanes);
-            to = adds ? to + sums[c][v] : sums[c][v];
+        for (int i = 0; i < kTileVectors; ++i) {
+            Vector& to = *reinterpret_cast<Vector*>(conv_out + c * channel_stride + i * kLanes);
+            to = adds ? to + sums[c][i] : sums[c][i];
         }
     }
 }
@@ -1591,9 +1590,9 @@ inline float reciprocal_approx(float v) { return 1 / v; }
 float activation(float z);  // CUDA_SOURCE's, appended below
 float activation_gradient(float z);
 
-void activate(float* values, int64_t n, float bias, float scale) {
+void activate(float* values, int64_t count, float bias, float scale) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) values[i] = activation((values[i] + bias) * scale);
+    for (int64_t i = 0; i < count; ++i) values[i] = activation((values[i] + bias) * scale);
 }
 
 struct Sums {
@@ -1601,26 +1600,26 @@ struct Sums {
     double squares = 0;
 };
 
-Sums add_up(const float* v, int64_t n) {
-    double values = 0;
-    double squares = 0;
-#pragma omp simd reduction(+ : values, squares)
-    for (int64_t i = 0; i < n; ++i) {
-        values += v[i];
-        squares += double(v[i]) * v[i];
+Sums add_up(const float* v, int64_t count) {
+    double sum = 0;
+    double sum_squares = 0;
+#pragma omp simd reduction(+ : sum, sum_squares)
+    for (int64_t i = 0; i < count; ++i) {
+        sum += v[i];
+        sum_squares += double(v[i]) * v[i];
     }
-    return {values, squares};
+    return {sum, sum_squares};
 }
 
 // v = (v - mean) * factor + beta. The mean is rounded to float; `shift` is beta, corrected for that. An infinite
 // float(factor) gives NaN, as in PyTorch.
-void normalize(float* v, int64_t n, double mean, double factor, float beta) {
+void normalize(float* v, int64_t count, double mean, double factor, float beta) {
     const float rounded_mean = float(mean);
     const float rounded_factor = float(factor);
     const float corrected = float(beta + (rounded_mean * factor - mean * factor));
     const float shift = std::isfinite(rounded_factor) ? corrected : NAN;
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - rounded_mean) * rounded_factor + shift;
+    for (int64_t i = 0; i < count; ++i) v[i] = (v[i] - rounded_mean) * rounded_factor + shift;
 }
 
 // By measurements the direct convolution is faster than PyTorch's if (1) a value has at most kMaxTerms terms, (2) there
@@ -1628,10 +1627,11 @@ void normalize(float* v, int64_t n, double mean, double factor, float beta) {
 // of the work is on pixels that mix two rows. The output, in x's row length, must also have kTilePixels values: in a
 // smaller output the last tile would begin before x.
 bool direct_is_faster(const Tensor& x, const Tensor& weight) {
-    const int64_t rows = x.size(2) - weight.size(2) + 1;
-    const int64_t columns = x.size(3) - weight.size(3) + 1;
+    const int64_t out_height = x.size(2) - weight.size(2) + 1;
+    const int64_t out_width = x.size(3) - weight.size(3) + 1;
     const bool few_terms = weight.size(1) <= 32 && weight[0].numel() <= kMaxTerms;
-    return few_terms && x.size(3) >= 4 * (weight.size(3) - 1) && (rows - 1) * x.size(3) + columns >= kTilePixels;
+    return few_terms && x.size(3) >= 4 * (weight.size(3) - 1) &&
+        (out_height - 1) * x.size(3) + out_width >= kTilePixels;
 }
 
 // Asks the system for pages of 2 MiB in place of 4 KiB. Of the 60 ms that one thread takes for 66 MB of output, the
@@ -1644,7 +1644,7 @@ void use_huge_pages(const Tensor& t) {
 }
 
 // The tensors, all contiguous; their sizes and addresses; how they are cut into bands, tiles and slices; the weights.
-struct Layout {
+struct ConvolutionData {
     Tensor input;
     std::vector<Tensor> parameters;
     int64_t groups;
@@ -1654,18 +1654,19 @@ struct Layout {
     int64_t height = input.size(2);
     int64_t width = input.size(3);
     int64_t out_channels = parameters[kWeight].size(0);
-    int64_t kernel_rows = parameters[kWeight].size(2);
-    int64_t kernel_columns = parameters[kWeight].size(3);
-    int64_t terms = in_channels * kernel_rows * kernel_columns;
-    int64_t rows = height - kernel_rows + 1;  // of the output
-    int64_t columns = width - kernel_columns + 1;
-    int64_t band_rows = std::clamp<int64_t>(kBandPixels / width, 1, rows);
-    int64_t bands = at::divup(rows, band_rows);
+    int64_t kernel_height = parameters[kWeight].size(2);
+    int64_t kernel_width = parameters[kWeight].size(3);
+    int64_t terms = in_channels * kernel_height * kernel_width;
+    int64_t out_height = height - kernel_height + 1;
+    int64_t out_width = width - kernel_width + 1;
+    int64_t plane = out_height * out_width;  // pixels of an output channel
+    int64_t band_rows = std::clamp<int64_t>(kBandPixels / width, 1, out_height);
+    int64_t bands = at::divup(out_height, band_rows);
     int64_t channel_tiles = at::divup(out_channels, kTileChannels);  // of a sample, 4 channels each
     int64_t group_channels = out_channels / groups;
     int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // whole groups and whole tiles
     int64_t slices = at::divup(out_channels, slice_channels);  // of a sample
-    Tensor output = at::empty({samples, out_channels, rows, columns}, input.options());
+    Tensor output = at::empty({samples, out_channels, out_height, out_width}, input.options());
     const float* x = input.const_data_ptr<float>();
     const float* weight = parameters[kWeight].const_data_ptr<float>();
     const float* conv_bias = parameters[kConvBias].const_data_ptr<float>();
@@ -1680,8 +1681,8 @@ struct Layout {
     // Fills `term_offsets`, and `packed_weights` as (channel_tiles, terms, 4), with zeros for channels beyond the last.
     void prepare() {
         for (int64_t term = 0; term < terms; ++term) {
-            const int64_t row = term / kernel_columns % kernel_rows;
-            term_offsets[term] = (term / kernel_columns / kernel_rows * height + row) * width + term % kernel_columns;
+            const int64_t row = term / kernel_width % kernel_height;
+            term_offsets[term] = (term / kernel_width / kernel_height * height + row) * width + term % kernel_width;
             for (int64_t out_channel = 0; out_channel < out_channels; ++out_channel) {
                 const int64_t first = (out_channel / kTileChannels * terms + term) * kTileChannels;  // of four weights
                 packed_weights[first + out_channel % kTileChannels] = weight[out_channel * terms + term];
@@ -1691,57 +1692,57 @@ struct Layout {
 };
 
 // The computation, and what its threads share.
-struct DirectConvolution : Layout {
+struct DirectConvolution : ConvolutionData {
     std::vector<Sums> band_sums = std::vector<Sums>(samples * out_channels * bands);
 
     // `scratch`: kTilePixels values of slack (the last tile may begin before the band), then four channels' long rows.
-    void make_band(int64_t sample, int64_t channel_tile, int64_t band, float* scratch) {
-        const int64_t row = band * band_rows;
-        const int64_t band_height = std::min(band_rows, rows - row);
-        const int64_t length = (band_height - 1) * width + columns;
-        const int64_t stride = band_rows * width + kTilePixels;
+    void compute_band(int64_t sample, int64_t channel_tile, int64_t band, float* scratch) {
+        const int64_t first_row = band * band_rows;
+        const int64_t rows = std::min(band_rows, out_height - first_row);
+        const int64_t band_pixels = (rows - 1) * width + out_width;
+        const int64_t channel_stride = band_rows * width + kTilePixels;
         const int64_t first_channel = channel_tile * kTileChannels;
         const int64_t channels = std::min<int64_t>(kTileChannels, out_channels - first_channel);
-        const float* const band_x = x + (sample * in_channels * height + row) * width;
-        float* const band_out = out + ((sample * out_channels + first_channel) * rows + row) * columns;
-        float* const conv = scratch + kTilePixels;
-        for (int64_t pixel = 0; pixel < length; pixel += kTilePixels) {
-            const int64_t first_pixel = std::min(pixel, length - kTilePixels);  // the last tile ends with the band
+        const float* const band_x = x + (sample * in_channels * height + first_row) * width;
+        float* const band_out = out + ((sample * out_channels + first_channel) * out_height + first_row) * out_width;
+        float* const conv_out = scratch + kTilePixels;
+        for (int64_t pixel = 0; pixel < band_pixels; pixel += kTilePixels) {
+            const int64_t first_pixel = std::min(pixel, band_pixels - kTilePixels);  // the last tile ends with the band
             for (int64_t c = 0; c < channels; ++c) {
-                for (int64_t i = first_pixel; i < first_pixel + kTilePixels; i += kLineValues) {
-                    __builtin_prefetch(band_out + c * rows * columns + i, 1);
+                for (int64_t i = first_pixel; i < first_pixel + kTilePixels; i += kCacheLineFloats) {
+                    __builtin_prefetch(band_out + c * plane + i, 1);
                 }
             }
             for (int64_t term = 0; term < terms; term += kMaxSumTerms) {
-                const float* const packed = &packed_weights[(channel_tile * terms + term) * kTileChannels];
+                const float* const tile_weights = &packed_weights[(channel_tile * terms + term) * kTileChannels];
                 const int64_t sum_terms = std::min(kMaxSumTerms, terms - term);
-                convolve_tile(
-                    band_x + first_pixel, &term_offsets[term], sum_terms, packed, conv + first_pixel, stride, term > 0);
+                convolve_tile(band_x + first_pixel, &term_offsets[term], sum_terms, tile_weights,
+                    conv_out + first_pixel, channel_stride, term > 0);
             }
         }
         for (int64_t c = 0; c < channels; ++c) {
             const int64_t channel = first_channel + c;
-            float* const v = conv + c * stride;
-            float* const to = band_out + c * rows * columns;
-            activate(v, length, conv_bias[channel] + bias[channel], scale[channel]);
-            for (int64_t end = columns; end < length; end += width) std::fill_n(v + end, width - columns, 0.0f);
+            float* const v = conv_out + c * channel_stride;
+            float* const to = band_out + c * plane;
+            activate(v, band_pixels, conv_bias[channel] + bias[channel], scale[channel]);
+            for (int64_t i = out_width; i < band_pixels; i += width) std::fill_n(v + i, width - out_width, 0.0f);
             // Adds up the band as one row. The pixels that mix two rows are zeros by now, and add nothing.
-            band_sums[(sample * out_channels + channel) * bands + band] = add_up(v, length);
-            for (int64_t r = 0; r < band_height; ++r) std::copy_n(v + r * width, columns, to + r * columns);
+            band_sums[(sample * out_channels + channel) * bands + band] = add_up(v, band_pixels);
+            for (int64_t row = 0; row < rows; ++row) std::copy_n(v + row * width, out_width, to + row * out_width);
         }
     }
 
     // Two steps. Each takes a range of indices: of (samples, channel_tiles, bands), then of (samples, out_channels).
-    void make_bands(int64_t begin, int64_t end) {
+    void compute_bands(int64_t begin, int64_t end) {
         const std::unique_ptr<float[]> scratch(
             new float[kTilePixels + kTileChannels * (band_rows * width + kTilePixels)]);
         for (int64_t i = begin; i < end; ++i) {
-            make_band(i / bands / channel_tiles, i / bands % channel_tiles, i % bands, scratch.get());
+            compute_band(i / bands / channel_tiles, i / bands % channel_tiles, i % bands, scratch.get());
         }
     }
     void normalize_channels(int64_t begin, int64_t end) {
         const int64_t sums_per_group = group_channels * bands;  // entries of band_sums
-        const double n = double(group_channels) * rows * columns;
+        const double count = double(group_channels) * plane;
         Sums sums;  // of the channel's group
         for (int64_t i = begin; i < end; ++i) {
             if (i == begin || i % group_channels == 0) {
@@ -1752,52 +1753,41 @@ struct DirectConvolution : Layout {
                     sums.squares += band.squares;
                 }
             }
-            const double mean = sums.values / n;
-            const double variance = std::max(sums.squares / n - mean * mean, 0.0);
+            const double mean = sums.values / count;
+            const double variance = std::max(sums.squares / count - mean * mean, 0.0);
             const double factor = gamma[i % out_channels] / std::sqrt(variance + eps);
-            normalize(out + i * rows * columns, rows * columns, mean, factor, beta[i % out_channels]);
+            normalize(out + i * plane, plane, mean, factor, beta[i % out_channels]);
         }
     }
 
     // Both steps for a slice (whole groups and whole tiles), by one thread: its core's cache may hold the values.
-    void make_slice(int64_t sample, int64_t slice) {
+    void compute_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, out_channels);
         const int64_t first_tile = sample * channel_tiles;
-        make_bands((first_tile + begin / kTileChannels) * bands, (first_tile + at::divup(end, kTileChannels)) * bands);
+        compute_bands(
+            (first_tile + begin / kTileChannels) * bands, (first_tile + at::divup(end, kTileChannels)) * bands);
         normalize_channels(sample * out_channels + begin, sample * out_channels + end);
     }
     void run() {
         prepare();
         const int64_t band_values = kTileChannels * band_rows * width;
-        const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values`: in each of n
-            at::parallel_for(0, n, kGrain / values + 1, make);
-        };
         if (samples * slices >= 4 * at::get_num_threads()) {  // then the threads have about equal work
-            const int64_t tiles_of_slice = at::divup(channel_tiles, slices);
-            in_parallel(samples * slices, tiles_of_slice * bands * band_values, [&](int64_t begin, int64_t end) {
-                for (int64_t i = begin; i < end; ++i) make_slice(i / slices, i % slices);
+            const int64_t slice_values = at::divup(channel_tiles, slices) * bands * band_values;
+            at::parallel_for(0, samples * slices, kGrain / slice_values + 1, [&](int64_t begin, int64_t end) {
+                for (int64_t i = begin; i < end; ++i) compute_slice(i / slices, i % slices);
             });
             return;
         }
-        in_parallel(
-            samples * channel_tiles * bands, band_values, [&](int64_t begin, int64_t end) { make_bands(begin, end); });
-        in_parallel(samples * out_channels, rows * columns,
+        at::parallel_for(0, samples * channel_tiles * bands, kGrain / band_values + 1,
+            [&](int64_t begin, int64_t end) { compute_bands(begin, end); });
+        at::parallel_for(0, samples * out_channels, kGrain / plane + 1,
             [&](int64_t begin, int64_t end) { normalize_channels(begin, end); });
     }
 };
 
-Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    std::vector<Tensor> contiguous;
-    for (const Tensor& t : parameters) contiguous.push_back(t.contiguous());
-    DirectConvolution convolution{{x.contiguous(), contiguous, groups, eps}};
-    if (convolution.output.nbytes() > kMappedBytes) use_huge_pages(convolution.output);
-    convolution.run();
-    return convolution.output;
-}
-
-// Computes in float32. If PyTorch's convolution is faster, calls that, and writes the activation over h.
-Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+// Computes in float32. If PyTorch's convolution is faster, calls that, and writes v over its output.
+Outputs forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     if (x.scalar_type() != at::kFloat) {
         std::vector<Tensor> widened;
@@ -1806,20 +1796,27 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
         return {out.to(x.scalar_type()), statistics};
     }
     const Tensor no_statistics = at::zeros({x.size(0), groups, 3}, at::kFloat);  // no backward on a CPU reads them
-    if (direct_is_faster(x, parameters[kWeight])) return {convolve_directly(x, parameters, groups, eps), no_statistics};
-    const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
+    if (direct_is_faster(x, parameters[kWeight])) {
+        std::vector<Tensor> contiguous;
+        for (const Tensor& t : parameters) contiguous.push_back(t.contiguous());
+        DirectConvolution convolution{{x.contiguous(), contiguous, groups, eps}};
+        if (convolution.output.nbytes() > kMmapThreshold) use_huge_pages(convolution.output);
+        convolution.run();
+        return {convolution.output, no_statistics};
+    }
+    const Tensor v = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor bias = parameters[kBias].contiguous();
     const Tensor scale = parameters[kScale].contiguous();
-    const int64_t plane = h.size(2) * h.size(3);
-    at::parallel_for(0, h.size(0) * h.size(1), kGrain / plane + 1, [&](int64_t begin, int64_t end) {
-        float* const values = h.mutable_data_ptr<float>();
+    const int64_t plane = v.size(2) * v.size(3);
+    at::parallel_for(0, v.size(0) * v.size(1), kGrain / plane + 1, [&](int64_t begin, int64_t end) {
+        float* const values = v.mutable_data_ptr<float>();
         const float* const biases = bias.const_data_ptr<float>();
         const float* const scales = scale.const_data_ptr<float>();
         for (int64_t i = begin; i < end; ++i) {
-            activate(values + i * plane, plane, biases[i % h.size(1)], scales[i % h.size(1)]);
+            activate(values + i * plane, plane, biases[i % v.size(1)], scales[i % v.size(1)]);
         }
     });
-    return {at::group_norm(h, groups, parameters[kGamma], parameters[kBeta], eps), no_statistics};
+    return {at::group_norm(v, groups, parameters[kGamma], parameters[kBeta], eps), no_statistics};
 }
 
 // For _check_activation.
@@ -1879,7 +1876,7 @@ Tensor call_kernel(const Tensor& x, at::TensorList parameters, const Tensor& sta
         pointers.data(), sizes, eps, grad.defined() ? kBackward : kForward, c10::cuda::getCurrentCUDAStream()));
     return parameter_sums;
 }
-Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+Outputs forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [out, statistics] = forward_meta(x, parameters, groups, eps);
     if (out.numel() > 0) call_kernel(x, parameters, statistics, out, eps, {});
@@ -2066,10 +2063,10 @@ def _exports_layers() -> bool:
 _exports_layers._dynamo_marked_constant = True
 
 
-def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    h = h + bias  # line by line, as in the Model: each line frees the h of the line before
-    h = h * scale
-    return torch.sigmoid(h)
+def _activate(values: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    values = values + bias  # line by line, as in the Model: each line frees the values of the line before
+    values = values * scale
+    return torch.sigmoid(values)
 
 
 def _check_activation() -> None:
@@ -2091,10 +2088,10 @@ with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the f
     _check_activation()
 
 
-def _normalise(s: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+def _normalise(v: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     # nn.functional's raises the Model's error for one sample with one value per group, but takes 4 us longer.
-    group_norm = nn.functional.group_norm if s.numel() == groups else torch.group_norm
-    return group_norm(s, groups, gamma, beta, eps)
+    group_norm = nn.functional.group_norm if v.numel() == groups else torch.group_norm
+    return group_norm(v, groups, gamma, beta, eps)
 
 
 def _functional(x, weight, conv_bias, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
@@ -2113,7 +2110,7 @@ _TENSOR_CLASSES = (nn.Parameter, torch.Tensor, FakeTensor)  # torch.export, not 
 
 
 def fits(tensors: tuple, groups: int) -> bool:
-    """Whether `_fast` takes the network's tensors: x, then the parameters in the operators' order."""
+    """Whether `_run_kernels` takes the network's tensors: x, then the parameters in the operators' order."""
     x, weight, conv_bias, bias, scale, gamma, beta = tensors
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -2125,7 +2122,7 @@ def fits(tensors: tuple, groups: int) -> bool:
     device, dtypes, compute_dtype = x.device, [x.dtype], x.dtype
     if torch.is_autocast_enabled(device.type):
         dtypes, compute_dtype = _GPU_DTYPES, torch.get_autocast_dtype(device.type)
-        # Our output is float32, as on a GPU. Eager's on a CPU has the type of (h + bias) * scale.
+        # Our output is float32, as on a GPU. Eager's on a CPU has the type of (conv_out + bias) * scale.
         if x.is_cpu and not bias.dtype == gamma.dtype == beta.dtype == torch.float32:
             return False
     if compute_dtype not in (_CPU_DTYPES if x.is_cpu else _GPU_DTYPES):
@@ -2146,13 +2143,14 @@ def fits(tensors: tuple, groups: int) -> bool:
         return False
     if not conv_bias.shape == gamma.shape == beta.shape == per_channel[:1]:
         return False
-    rows, columns = height - kernel_height + 1, width - kernel_width + 1
-    if rows < 1 or columns < 1 or samples * (out_channels // groups) * rows * columns == 1:  # PyTorch raises an error
+    out_height, out_width = height - kernel_height + 1, width - kernel_width + 1
+    one_value_per_group = samples * (out_channels // groups) * out_height * out_width == 1  # and one sample
+    if out_height < 1 or out_width < 1 or one_value_per_group:  # PyTorch raises an error
         return False
     if x.is_cpu:
         return True
     # The kernel counts channels, pixels and tiles in 32 bits.
-    tiles, pixel_tiles = _count_tiles(samples, out_channels, rows, columns)
+    tiles, pixel_tiles = _count_tiles(samples, out_channels, out_height, out_width)
     if tiles >= 2**30 or height * width >= 2**31 - 64:
         return False
     # Each tile reads the sums of all tiles of its own groups: in huge images of many groups PyTorch is faster. (In a
@@ -2160,11 +2158,11 @@ def fits(tensors: tuple, groups: int) -> bool:
     return torch.compiler.is_compiling() or pixel_tiles * min(groups, 32) ** 2 <= 2**22
 
 
-def _count_tiles(samples: int, out_channels: int, rows: int, columns: int) -> tuple[int, int]:
+def _count_tiles(samples: int, out_channels: int, out_height: int, out_width: int) -> tuple[int, int]:
     """The tiles of an output on a GPU, each of 2^14 values, and how many of them are side by side in a plane."""
     tile_channels = 16 if out_channels <= 16 else 32
     tile_rows = 512 // tile_channels
-    pixel_tiles = ((rows + tile_rows - 1) // tile_rows) * ((columns + 31) // 32)
+    pixel_tiles = ((out_height + tile_rows - 1) // tile_rows) * ((out_width + 31) // 32)
     return samples * ((out_channels + tile_channels - 1) // tile_channels) * pixel_tiles, pixel_tiles
 
 
@@ -2209,8 +2207,8 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
                 # Views: if one of the tensors was computed from another, each still gets only its own gradient.
                 tensors = [t.view_as(t) for t in tensors]
                 x, weight, conv_bias, bias, scale, gamma, beta = tensors
-                h = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
-                out = _normalise(_activate(h, bias, scale), gamma, beta, ctx.groups, ctx.eps)
+                conv_out = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
+                out = _normalise(_activate(conv_out, bias, scale), gamma, beta, ctx.groups, ctx.eps)
                 wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
                 grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=differentiable))
             return None, None, *(next(grads) if need else None for need in needs)
@@ -2222,19 +2220,20 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
         return None, None, *grads
 
 
-def _fast(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
-    dtype, device = tensors[0].dtype, tensors[0].device.type
-    if not _convolves(*tensors[:2]):  # a weight without input channels tells our operators that x is conv
-        conv, weight = torch.conv2d(*tensors[:2]), tensors[1]
-        tensors = (conv, weight.new_empty((weight.shape[0], 0, 1, 1)), *tensors[2:])
+def _run_kernels(tensors: tuple, groups: int, eps: float) -> torch.Tensor:
+    """The network by our operators; 16 bits with gradients on a CPU by PyTorch's, in float32."""
+    x, weight, *others = tensors
+    out_dtype, device = x.dtype, x.device.type
+    if not _convolves(x, weight):  # a weight without input channels says that x is the convolution's output
+        tensors = (torch.conv2d(x, weight), weight.new_empty((weight.shape[0], 0, 1, 1)), *others)
     if torch.is_autocast_enabled(device):  # the Model returns float32 there
-        tensors, dtype = tuple(t.float() for t in tensors), torch.float32
+        tensors, out_dtype = tuple(t.float() for t in tensors), torch.float32
     if not _wants_gradients(tensors):
         return _forward(tensors[0], tensors[1:], groups, eps)[0]
     if device != "cpu":
         return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
-    with torch.autocast("cpu", enabled=False):  # 16 bits: ATen in float32
-        return _functional(*(t.float() for t in tensors), groups, eps).to(dtype)
+    with torch.autocast("cpu", enabled=False):
+        return _functional(*(t.float() for t in tensors), groups, eps).to(out_dtype)
 
 
 def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
@@ -2243,33 +2242,32 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
     return unchanged and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
 
 
-def _fills_few_tiles(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _tiles_are_underfilled(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a tile of the output on a GPU would have so few values that PyTorch is faster: at 4 x 4 pixels by 10
     times. A tile takes as long however few values it has. The limits were measured at random shapes. Up to 512 tiles
-    take no longer than launching them."""
+    take no longer than their launch."""
     if not isinstance(weight, torch.Tensor) or weight.dim() != 4:
         return False
     (samples, _, height, width), (out_channels, in_channels, kernel_height, kernel_width) = x.shape, weight.shape
-    rows, columns = height - kernel_height + 1, width - kernel_width + 1
-    tiles, _ = _count_tiles(samples, out_channels, rows, columns)
+    out_height, out_width = height - kernel_height + 1, width - kernel_width + 1
+    tiles, _ = _count_tiles(samples, out_channels, out_height, out_width)
     least_values = 5000 + 128 * in_channels * _convolves(x, weight)
-    return tiles > 512 and samples * out_channels * rows * columns < least_values * tiles
+    return tiles > 512 and samples * out_channels * out_height * out_width < least_values * tiles
 
 
 def _eager_is_faster(tensors: tuple) -> bool:
     """Whether to skip `fits`, which takes some time itself.
 
-    On a GPU if the output would fill only a small part of its tiles. On a CPU in float32 with gradients, which our
-    kernels do not take, or below 128 pixels, where they save less than `fits` takes; in other types if images are too
-    few and small for converting to pay.
+    On a GPU eager is faster if the output's tiles are underfilled. On a CPU in float32 it is faster below 128 pixels,
+    where our kernels save less than `fits` takes, and it alone computes gradients. In other types it is faster if
+    images are too few and small for converting to pay.
     """
     x, weight = tensors[0], tensors[1]
-    if type(x) is not torch.Tensor or torch.compiler.is_compiling():  # compiled: for any size; on a CPU C++ decides
-        return False
-    if x.dim() != 4:
+    # Compiled code may be for any size. On a CPU the operator itself then decides, by direct_is_faster.
+    if type(x) is not torch.Tensor or torch.compiler.is_compiling() or x.dim() != 4:
         return False
     if x.is_cuda:
-        return _fills_few_tiles(x, weight)
+        return _tiles_are_underfilled(x, weight)
     if not x.is_cpu or torch.is_autocast_enabled("cpu"):
         return False
     is_small = x.shape[2] * x.shape[3] < 128
@@ -2308,5 +2306,5 @@ class ModelNew(nn.Module):
                 if _eager_is_faster(tensors):  # what the layers compute, without the time of calling modules
                     return _functional(*tensors, norm.num_groups, norm.eps)
                 if fits(tensors, norm.num_groups):
-                    return _fast(tensors, norm.num_groups, norm.eps)
+                    return _run_kernels(tensors, norm.num_groups, norm.eps)
         return self.group_norm(_activate(self.conv(x), self.bias, self.scale))

@@ -80,7 +80,7 @@ def test_what_a_gpu_leaves_to_pytorch(shape, outs, rows, groups, fits, monkeypat
             *[make(outs)] * 2,
         )
     file = solution(STEM)
-    assert (file.fits(tensors, groups) and not file._fills_few_tiles(*tensors[:2])) == fits
+    assert (file.fits(tensors, groups) and not file._tiles_are_underfilled(*tensors[:2])) == fits
 
 
 HARD = {
