@@ -304,6 +304,7 @@ def kind_of(result) -> str:
     if spec.type is None:
         return "*"
     name, kinds = type(result).__name__, [kind_of(part) for part in parts]
+    name = "tuple" if name == "Size" else name  # a mapped tree has tuples for shapes
     if isinstance(result, dict):
         inside = ", ".join(f"{key!r}: {kind}" for key, kind in zip(result, kinds))
         return f"{name}{{{inside}}}"
