@@ -85,6 +85,9 @@ class How(Flag):
     CAPTURED = auto()  # replayed from a CUDA graph
 
 
+CLOSELY = How.POISONED | How.TRAIN | How.IGNORED  # here the bits of large tensors and of incoming gradients count
+
+
 @dataclass(frozen=True)
 class Request:
     """A question for the candidate and the Model alike."""
@@ -183,8 +186,8 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     for p in frozen:
         p.requires_grad_(False)
     wanted = [wanted_of(parameters, inputs, request) for inputs in sets]
-    # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
-    small = math.inf if request.how & (How.POISONED | How.TRAIN) else 1 << 16
+    # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in those requests alone.
+    small = math.inf if request.how & CLOSELY else 1 << 16
     before = {}
     for name, x in watched(module, sets, own).items():
         compares = x.layout == torch.strided and x.nbytes < small
@@ -278,7 +281,7 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
             gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
         else:
             gradients = backward(create_graph=How.TWICE in request.how)
-        if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
+        if request.how & CLOSELY and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
         if How.TWICE in request.how:
