@@ -401,6 +401,8 @@ def requests_after(
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
         yield of("other weights, by p.data = ...", how=How.EXCHANGED, weights=all_of_them, **LENIENT)
         yield of("other weights, by p.data.copy_(...)", how=How.UNSEEN, weights=partial(perturb, seed=2), **LENIENT)
+        later = partial(Request, direction="forward_recorded", weights=partial(perturb, seed=3), **LENIENT)
+        yield later("in a deepcopy made after a call", how=How.COPIED)
         yield of("weights that are slices", how=How.ROWS_APART, **LENIENT)
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
