@@ -74,6 +74,7 @@ class How(Flag):
     SECOND = auto()  # the instance that is asked is not the one that was called first of all
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     ASSIGNED = auto()  # the weights are other parameters, as load_state_dict(..., assign=True) makes them
+    COPIED = auto()  # a deepcopy is asked, made when the module had been called, as who averages weights makes one
     EXCHANGED = auto()  # the weights come by p.data = ..., as averaged ones do: neither p nor its version changes
     UNSEEN = auto()  # the weights come by p.data.copy_(...), which not even p's place in memory tells
     CHANNELS_LAST = auto()  # weights of four dimensions lie in channels-last layout
@@ -83,6 +84,9 @@ class How(Flag):
     THREADS = auto()  # as REPEATED, each set of inputs in a thread of its own
     LATE = auto()  # on another stream, on which the inputs come late
     CAPTURED = auto()  # replayed from a CUDA graph
+
+
+CLOSELY = How.POISONED | How.TRAIN | How.IGNORED  # here the bits of large tensors and of incoming gradients count
 
 
 @dataclass(frozen=True)
@@ -183,8 +187,8 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     for p in frozen:
         p.requires_grad_(False)
     wanted = [wanted_of(parameters, inputs, request) for inputs in sets]
-    # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
-    small = math.inf if request.how & (How.POISONED | How.TRAIN) else 1 << 16
+    # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in those requests alone.
+    small = math.inf if request.how & CLOSELY else 1 << 16
     before = {}
     for name, x in watched(module, sets, own).items():
         compares = x.layout == torch.strided and x.nbytes < small
@@ -278,7 +282,7 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
             gradients = least_like_first(partial(backward, retain_graph=True), BACKWARD_SECONDS)
         else:
             gradients = backward(create_graph=How.TWICE in request.how)
-        if How.POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
+        if request.how & CLOSELY and not all(same_bits(x, normal_like(x, request)) for x in incoming):
             did.append("writes the gradient that comes in")
         found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
         if How.TWICE in request.how:

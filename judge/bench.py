@@ -289,12 +289,6 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
             with contextlib.suppress(Rejected):
                 worker.ask("rest")
-    mine = rank_of(case.workers["new"].pid)[:2] if "new" in case.workers else RANK[:2]  # it may bind itself to cores
-    others = [os.getpid(), *(worker.pid for name, worker in case.workers.items() if name != "new")]
-    if case.device == "cpu":  # all their threads
-        others = [int(path.name) for pid in others for path in Path(f"/proc/{pid}/task").glob("*")]
-    if mine != RANK[:2] or any(rank_of(each) != RANK for each in others):
-        raise Rejected("changes the priority or the cores of a process")
     if ring.are_written:
         raise Rejected("writes its inputs while it is timed")
     for name, x in case.model.state_dict().items():
@@ -355,11 +349,23 @@ def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: in
         for name in secret.sample(list(case.workers), len(case.workers)):
             try:
                 claimed = ring.take_turn(name, samples, flushes)
+                if name == "new":
+                    look_at_ranks(case)
                 if name == "new" and least > 1 and case.device == "cuda":  # something was found before
                     ring.stand_in(claimed, samples, flushes)
             except Rejected as failed:
                 case.drop(name, failed)
                 del samples.ms[name], samples.beyond[name]
+
+
+def look_at_ranks(case: Case) -> None:
+    """Raises Rejected where the candidate changed them: after each of its turns, since it might change them back."""
+    mine = rank_of(case.workers["new"].pid)[:2]  # it may bind itself to cores
+    others = [os.getpid(), *(worker.pid for name, worker in case.workers.items() if name != "new")]
+    if case.device == "cpu":  # all their threads
+        others = [int(path.name) for pid in others for path in Path(f"/proc/{pid}/task").glob("*")]
+    if mine != RANK[:2] or any(rank_of(each) != RANK for each in others):
+        raise Rejected("changes the priority or the cores of a process")
 
 
 def hidden_time(samples: Samples, device: str) -> str | None:

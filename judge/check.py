@@ -475,11 +475,12 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         (request.random and training not in case.random)
         or (How.THEN_EVAL in request.how and True in case.random)  # what a call learns from, it draws
         or (How.THREADS in request.how and REUSED in known)
+        or (How.COPIED in request.how and "deepcopy" in known)
         or (How.SECOND in request.how and case.unmatched)  # only the first is made with the right weights
         or (training and request.batch != case.small_batch and "refuses batch" in known)
     ):
         return
-    elsewhere = How.MOVED | How.EXCHANGED | How.ASSIGNED | How.CHANNELS_LAST | How.ROWS_APART
+    elsewhere = How.MOVED | How.EXCHANGED | How.ASSIGNED | How.COPIED | How.CHANNELS_LAST | How.ROWS_APART
     if case.graphs and request.how & (elsewhere | How.THREADS):
         case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
@@ -605,6 +606,8 @@ def put(case: Case, request: Request, must: bool) -> None:
     try:
         with request.memory(case.device), of_the_model(case.precision):
             expected = case.answers(called, sets, request)
+            if How.COPIED in request.how:  # where the Model cannot be copied, as with weight_norm, nobody need be
+                copy.deepcopy(called)
     except Rejected as error:
         if must or error.kind == "memory":
             raise

@@ -295,6 +295,7 @@ def swap_in_each(model: torch.nn.Module) -> None:
 
 LENIENT = {"may_differ": True, "may_refuse": True}
 MAY_REFUSE = {"may_refuse": True}
+TRAINS = MAY_REFUSE | {"both_gates": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
 INTEGERS = FINITE("other integers and masks, half of each number", change=Inputs.other_integers)
@@ -357,6 +358,8 @@ REQUESTS = {
         BOTH("only the last input's gradient wanted", whose="the last input's"),
         BOTH("gradients of the gradients", how=How.TWICE, **LENIENT),
         BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
+        BOTH("two forward passes in training mode before two backward passes", how=How.TRAIN, order=(0, 1), **TRAINS),
+        BOTH("in training mode, its batch norms in eval mode", how=How.TRAIN | How.FROZEN_NORMS, **LENIENT),
         replace(SIGNS, direction="forward_backward"),
         # Where a softmax is saturated, the Model's gradient may be exactly 0, and that of a fused kernel a rounding.
         *(
@@ -391,12 +394,15 @@ def requests_after(
     of = partial(Request, direction=direction)
     if gradients:
         yield BOTH("gradients, which --backward judges", **LENIENT)
+        yield BOTH("gradients in training mode, which --backward judges", how=How.TRAIN, both_gates=True, **LENIENT)
         yield BOTH("gradients that are expanded, as sum() gives them", incoming="expanded", **LENIENT)
     yield of("after it was timed")
     if direction == "forward":
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
         yield of("other weights, by p.data = ...", how=How.EXCHANGED, weights=all_of_them, **LENIENT)
         yield of("other weights, by p.data.copy_(...)", how=How.UNSEEN, weights=partial(perturb, seed=2), **LENIENT)
+        later = partial(Request, direction="forward_recorded", weights=partial(perturb, seed=3), **LENIENT)
+        yield later("in a deepcopy made after a call", how=How.COPIED)
         yield of("weights that are slices", how=How.ROWS_APART, **LENIENT)
     if device == "cuda":
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
@@ -404,6 +410,8 @@ def requests_after(
         yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
     for laid, which in enumerate(("first", "second")):
         yield of(f"only the {which} of two inputs transposed", layout="transposed", laid=laid, **MAY_REFUSE)
+    if direction == "forward_backward":
+        yield of("an incoming gradient that is off any alignment", incoming="off any alignment", **MAY_REFUSE)
     said = "inputs and weights that are channels last"
     yield of(said, how=How.CHANNELS_LAST, layout="channels last", **MAY_REFUSE)
     if batch:

@@ -363,8 +363,10 @@ class Contender:
             restore(before)
             self.put_back()
 
-        if request.how & (How.EXCHANGED | How.UNSEEN):
+        if request.how & (How.EXCHANGED | How.UNSEEN | How.COPIED):
             call_once(module)
+        if How.COPIED in request.how:
+            module = copy.deepcopy(module)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip((module, *others), (states[0], states[1], states[1])):
