@@ -291,7 +291,7 @@ struct Shared {
     ChannelParameters parameters[kMaxTileChannels];
     int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
-    float weight_unscales[kMaxStages];  // `unscale` of each stage's weights in shared memory, see Pieces
+    float weight_inverse_scales[kMaxStages];  // `inverse_scale` of each stage's weights in shared memory, see Pieces
     Tile tiles[2];  // this one and the next
 };
 
@@ -401,16 +401,17 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first multiplies the x of each stage of a tile by a
 // power of two, the prescale: it brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
-// the same with each stage's weights. Both functions return `unscale`, the inverse of their prescale. The kernel gives
-// convolve_stage the product of the two, also called `unscale`: x w = `unscale` (scaled x) (scaled w).
+// the same with each stage's weights. Both functions return `inverse_scale`, the inverse of their prescale. The kernel
+// gives convolve_stage the product of the two, also called `inverse_scale`: x w = `inverse_scale` (scaled x) (scaled
+// w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
 // product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of 2^-24, an error of up to
 // 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo. Multiplied by the other factor,
 // which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9 taps adds to h an error of at most
-// 72 * 2^-11 < 0.04 times `unscale`; with random numbers at most about 0.001 times `unscale`. Where this might change
-// z, `recompute_in_float` convolves again.
+// 72 * 2^-11 < 0.04 times `inverse_scale`; with random numbers at most about 0.001 times `inverse_scale`. Where this
+// might change z, `recompute_in_float` convolves again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in_channel) {
     return min(p.stage_channels, p.in_channels - first_in_channel);
@@ -473,9 +474,9 @@ template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
 // By a block, with tensor cores: from each thread's largest value, which must not be negative, computes the prescale,
-// see Pieces. It is at most 2^126, so that its inverse, `unscale`, is a normal number. If a value is infinite, it is
-// NaN. Contains a __syncthreads, and needs one before a second call.
-__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& unscale) {
+// see Pieces. It is at most 2^126, so that its inverse, `inverse_scale`, is a normal number. If a value is infinite, it
+// is NaN. Contains a __syncthreads, and needs one before a second call.
+__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& inverse_scale) {
 #if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
     largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
 #endif
@@ -484,7 +485,7 @@ __device__ __forceinline__ float prescale_for(float largest, Shared& shared, flo
     for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, shared.largest[warp]);
     constexpr unsigned kOne = 127, kInfinite = 255, kLeast = 14;  // exponents in a float's bits, of 1, infinity, 2^-113
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
-    unscale = __uint_as_float((exponent - 13) << 23);
+    inverse_scale = __uint_as_float((exponent - 13) << 23);
     return exponent < kInfinite ? __uint_as_float((kOne + 13 - exponent + kOne) << 23) : NAN;
 }
 __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
@@ -493,14 +494,14 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
 }
 // By a block: each thread waits for its own cp.async copies. Without tensor cores, float32 values stay where they are,
 // and 16-bit values are stored to stage_x as floats. With tensor cores the thread stores the channels of each pixel
-// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `unscale`, see Pieces. Contains a
-// __syncthreads if kTensorCores and T is float.
+// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `inverse_scale`, see Pieces.
+// Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, int PACK>
 __device__ __forceinline__ float convert_packs(
     const Arguments& p, int first_in_channel, const T* copied_x, float* stage_x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first_in_channel), channel_pixels = p.lines * kPitch;
-    float unscale = 1;
+    float inverse_scale = 1;
     if constexpr (kTensorCores) {
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(copied_x + c * channel_pixels + pixel)
@@ -517,7 +518,7 @@ __device__ __forceinline__ float convert_packs(
                     for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
                 }
             });
-            prescale = prescale_for(largest, shared, unscale);
+            prescale = prescale_for(largest, shared, inverse_scale);
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
@@ -545,7 +546,7 @@ __device__ __forceinline__ float convert_packs(
             for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = float(copied_x[pixel + i]);
         });
     }
-    return unscale;
+    return inverse_scale;
 }
 // copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as x is aligned to 16
 // bytes and p.pad is 0 or 2.
@@ -582,12 +583,12 @@ __device__ __forceinline__ void load_parameters(const Arguments& p, int first_ch
 }
 // By a block, for a tile whose first output channel is `first_channel`: loads the weights of a stage's input channels,
 // from `first_in_channel` on, as (in_channel, tap, out_channel) or, with tensor cores, as `convolve_mma` reads them.
-// Returns the weights' `unscale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
+// Returns the weights' `inverse_scale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
     const Arguments& p, int first_channel, int first_in_channel, float* to, Shared& shared) {
     const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in_channel);
-    float unscale = 1;
+    float inverse_scale = 1;
     if constexpr (kTensorCores) {
         const int k_steps = (taps + 1) / 2, weight_pairs = p.tile_channels / 16 * k_steps * 128;
         // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, for k = 0
@@ -603,7 +604,7 @@ __device__ __forceinline__ float load_weights(
             float largest = 0;
             for (int i = int(read_thread()); i < 2 * weight_pairs; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
-            prescale = prescale_for(largest, shared, unscale);
+            prescale = prescale_for(largest, shared, inverse_scale);
         }
         for (int i = int(read_thread()); i < weight_pairs; i += kThreads) {
             const int index = i / 128 * 128 * kPieces<T> + i % 128;
@@ -622,7 +623,7 @@ __device__ __forceinline__ float load_weights(
             to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_channels, first_in_channel + in_channel, tap);
         }
     }
-    return unscale;
+    return inverse_scale;
 }
 
 // By a thread, without tensor cores: adds the products of `channels` input channels to `acc`. x points to the input
@@ -705,8 +706,8 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // Register r of a lane's operand A has the weights of output channel lane / 4 + r % 2 * 8, the k-step's tap r / 2, and
 // input channels lane % 4 * 2 and the next one.
 template <typename T>
-__device__ __forceinline__ void convolve_mma(
-    const Arguments& p, uint32_t x, const uint4* weights, const int* tap_offsets, float unscale, ThreadTile& acc) {
+__device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, const uint4* weights,
+    const int* tap_offsets, float inverse_scale, ThreadTile& acc) {
     constexpr bool kSplit = kPieces<T> == 2;
     const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the k-step's two taps, of eight pixels. 2 and 3 are x's lo
@@ -750,7 +751,7 @@ __device__ __forceinline__ void convolve_mma(
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& total = acc[i / 2][2 * (first + f) + i % 2];
-                    total = kSplit ? fmaf(products[f][i], unscale, total) : products[f][i];
+                    total = kSplit ? fmaf(products[f][i], inverse_scale, total) : products[f][i];
                 }
             }
         }
@@ -762,17 +763,17 @@ __device__ __forceinline__ void convolve_mma(
 //       in 16 bits an infinite x is multiplied by 0, the weight of a tap that does not exist (9 taps are 5 steps);
 //       in the gradient of x, of any type, an infinite weight is multiplied by a zero around dh.
 //   This function multiplies nothing outside x, and no tap that does not exist.
-// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `unscale` the largest of the
-//   tile's stages. Recompute if unscale s > kMaxUnscale. At this limit a stage makes an error of z = h scale of at most
-//   0.04 kMaxUnscale < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four stages. float32 itself
-//   rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1. It is exceeded only if
-//   max|x| max|weight| s > 2^26 kMaxUnscale = 2^7. Inputs of order 1 stay far below. 12-bit pixels that are not
-//   normalized can exceed it; they are correct, but slow.
-//   The gradient of x is not checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
-constexpr float kMaxUnscale = 1.0f / (1 << 19);
+// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `inverse_scale` the largest of
+//   the tile's stages. Recompute if inverse_scale s > kMaxInverseScale. At this limit a stage makes an error of z = h
+//   scale of at most 0.04 kMaxInverseScale < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four
+//   stages. float32 itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1. It
+//   is exceeded only if max|x| max|weight| s > 2^26 kMaxInverseScale = 2^7. Inputs of order 1 stay far below. 12-bit
+//   pixels that are not normalized can exceed it; they are correct, but slow. The gradient of x is not checked: a
+//   stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
+constexpr float kMaxInverseScale = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
-    const Arguments& p, const Tile& tile, const Shared& shared, float unscale, ThreadTile& values) {
+    const Arguments& p, const Tile& tile, const Shared& shared, float inverse_scale, ThreadTile& values) {
     constexpr bool kIsInputGradient = DIRECTION == kInputGradient;
     const ThreadOrigin origin(p);
     float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: no fmaf waits for the one before it
@@ -784,7 +785,7 @@ __device__ __forceinline__ void recompute_in_float(
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
             const float scale = fmaxf(fabsf(shared.parameters[origin.channel + o * kChannelStride].scale), 1.0f);
-            usable &= unscale * scale <= kMaxUnscale;
+            usable &= inverse_scale * scale <= kMaxInverseScale;
         }
     }
     if (usable) return;
@@ -822,13 +823,13 @@ __device__ __forceinline__ void recompute_in_float(
 // to `values`.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* stage_x, const float* weights,
-    const Shared& shared, int first_in_channel, float unscale, ThreadTile& values) {
+    const Shared& shared, int first_in_channel, float inverse_scale, ThreadTile& values) {
     const ThreadOrigin origin(p);
     if constexpr (kTensorCores) {
         const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, uint4s_per_set = k_steps * kPieces<T> * 32;
         const auto* const warp_weights = reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_set;
         const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(stage_x)) + origin.row * kPitch * 16;
-        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, unscale, values);
+        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, inverse_scale, values);
     } else {
         const float* const thread_x = stage_x + origin.row * kPitch + origin.column;
         const float* const thread_weights = weights + origin.channel;
@@ -1286,7 +1287,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         const Tile& tile = shared.tiles[current];
         Tile& next = shared.tiles[current ^ 1];
         ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
-        float largest_unscale = 0;  // of the tile's stages
+        float largest_inverse_scale = 0;  // of the tile's stages
         const bool loads_weights = !p.keeps_weights || tile.number == int(blockIdx.x);
         if (!p.keeps_weights) __syncthreads();  // other warps may still read the previous tile's parameters
         if (loads_weights && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
@@ -1298,23 +1299,23 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
             if (stage > 0) __syncthreads();  // warps may still read what is overwritten now
             if (stage > 0 && !kConvertsX) copy_x<T>(p, tile, first_in_channel, copied_x);
             if (loads_weights) {
-                shared.weight_unscales[slot] =
+                shared.weight_inverse_scales[slot] =
                     load_weights<T, DIRECTION>(p, tile.first_channel, first_in_channel, stage_weights, shared);
                 if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            const float unscale =
-                shared.weight_unscales[slot] * convert_x<T>(p, first_in_channel, copied_x, stage_x, shared);
-            largest_unscale = fmaxf(largest_unscale, unscale);
+            const float inverse_scale =
+                shared.weight_inverse_scales[slot] * convert_x<T>(p, first_in_channel, copied_x, stage_x, shared);
+            largest_inverse_scale = fmaxf(largest_inverse_scale, inverse_scale);
             if (next_in_channel < p.in_channels && kConvertsX) copy_x<T>(p, tile, next_in_channel, copied_x);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in_channel, unscale, values);
+            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in_channel, inverse_scale, values);
         }
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.stages == 0) {
             load_convolved<T>(p, tile, values);
             __syncthreads();  // for the parameters
         } else if constexpr (kTensorCores || DIRECTION == kInputGradient) {
-            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_unscale, values);
+            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_inverse_scale, values);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
