@@ -173,7 +173,9 @@ class Inputs:
                 x[..., -1] &= ~x.all(-1)
         else:
             before = x.clone()
-            x.random_(int(self.low), int(self.high) + 1)
+            # Of this draw's range: places in a batch have another in each. (Of one number only all draws' is known.)
+            low, high = (before.min(), before.max()) if x.numel() > 1 else (self.low, self.high)
+            x.random_(int(low), int(high) + 1)
             for name, (_, nearest) in ORDERS.items():
                 if name in self.kinds:
                     dim = 0 if "column" in name else x.dim() - 1
