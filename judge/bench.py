@@ -391,6 +391,12 @@ def hidden_time(samples: Samples, device: str) -> str | None:
     return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}"
 
 
+def is_overloaded() -> bool:
+    """Whether over twice as many threads wanted to run in the last minute as there are cores. Then an honest
+    candidate's turns may wait for milliseconds, in all attempts. By the judge's clock who hides time gains nothing."""
+    return os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0)) + 2
+
+
 def by_the_judges_clock(samples: Samples) -> list[float]:
     """A call's time in each round: what the candidate claims, and what its turn takes longer than eager's turns.
 

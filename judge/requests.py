@@ -395,8 +395,8 @@ def requests_after(
     Many: inputs and answer are small, so that a batch of many times as many samples fits."""
     of = partial(Request, direction=direction)
     if gradients:
-        yield BOTH("gradients, which --backward judges", **LENIENT)
-        yield BOTH("gradients in training mode, which --backward judges", how=How.TRAIN, both_gates=True, **LENIENT)
+        yield BOTH("gradients; with --backward it is wrong", **LENIENT)
+        yield BOTH("gradients in training mode; with --backward it is wrong", how=How.TRAIN, both_gates=True, **LENIENT)
         yield BOTH("gradients that are expanded, as sum() gives them", incoming="expanded", **LENIENT)
     yield of("after it was timed")
     if direction == "forward":

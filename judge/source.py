@@ -97,7 +97,7 @@ class Problem:
 
     def model(self, seed: int) -> torch.nn.Module:
         if not hasattr(self.module, "Model"):
-            raise AttributeError(f"{self.path.name} has no class Model (the order is MODEL.py NEW.py)")
+            raise AttributeError(f"{self.path.name} has no class Model. The order is MODEL.py NEW.py")
         return self.make(self.module.Model, seed)
 
     def make(self, cls: type, seed: int) -> torch.nn.Module:
@@ -181,7 +181,11 @@ def build_failure(error: BaseException) -> str | None:
     if not of_a_tool and not re.search(of_a_build, str(error), re.IGNORECASE):
         return None
     complaints = re.findall(r".*\berror\s*:.*", str(error), re.IGNORECASE)
-    return complaints[0].strip() if complaints else last_line(error)
+    said = complaints[0].strip() if complaints else last_line(error)
+    written = re.match(r"(main\.cpp|cuda\.cu)\b", said)
+    if written:
+        said += f" ({written[1]} is what load_inline made of the strings: import the file to see all messages)"
+    return said
 
 
 def code_of(text: str) -> str:

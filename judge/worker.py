@@ -245,7 +245,7 @@ class Contender:
         if not hasattr(module, name) and isinstance(getattr(module, "Model", None), type):
             name = "Model"
         if not hasattr(module, name):
-            raise AttributeError(f"the file has no class {name}")
+            raise Rejected(f"the file has no class {name}")
         self.cls, self.dtype = getattr(module, name), dtype
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
@@ -653,6 +653,7 @@ def serve(role: str, device: str, pipe) -> None:
             except RAISED as error:
                 failure, place = build_failure(error), " at import" * (contender.cls is None)
                 said = f"build failed{place}: {failure}" if failure else f"raised {last_line(error)}{place}"
+                said = str(error) if isinstance(error, Rejected) else said
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
                 reply = {"kind": kind, "wrong": [said]}
             if "kind" in reply:  # what it held when it raised is free: others need it
