@@ -43,7 +43,7 @@ eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as 
     float32, compiled for 8.0     1.141 ms (5.17x)            7.164 ms (2.58x)
     bfloat16                      0.776 ms (6.87x, 3.56x)     4.446 ms (2.84x, 1.79x)
 
-Two cores of a CPU take some 2.5 ms (2.49x, 1.67x; disturbed runs) for 4 samples of 128 x 128, forward in float32.
+Two cores of a CPU take some 2.4 ms (2.31x, 1.79x; a disturbed run) for 4 samples of 128 x 128, forward in float32.
 """
 
 import contextlib
