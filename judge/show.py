@@ -18,7 +18,7 @@ ORDER = ("new", "eager", "compile")
 MARKS = {FASTER: ">", SLOWER: "<", AMBIGUOUS: "~"}
 RULE = (
     "Brackets hold a 95% interval of the speed-up. FASTER: all of it is above 1.0; SLOWER: below. AMBIGUOUS: it holds "
-    "1.0 or, where other programs disturbed the rounds, comes within 0.1, or within its own width, of 1.0."
+    "1.0 or, if other programs disturbed the rounds, comes nearer to 1.0 than 0.1 or than its own width."
 )
 
 

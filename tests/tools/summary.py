@@ -81,7 +81,7 @@ def front_table() -> str:
         rows[-1] += [f"{forward['roof']['percent']:.0f}%" if forward["roof"] else "-"]
         rows[-1] += [f"**{times(training, 'eager')}**", times(training, "compile")]
     header = ["kernels/", "measured on", "forward", "x eager", "x compile", "of the floor"]
-    return markdown([*header, "+ backward, x eager", "+ backward, x compile"], rows)
+    return markdown([*header, "forward + backward, x eager", "x compile"], rows)
 
 
 def ladder_table(pair: str) -> str:
@@ -135,7 +135,10 @@ def full_table() -> str:
             rows.append([*row, ", ".join(older) if as_older else "-", errors])
     columns = ["x eager", "x compile", "floor / time"]
     header = ["file", "measured", "forward, ms", *columns, "forward + backward, ms", *columns]
-    return markdown([*header, "compiled for 8.0, ms of both", "largest absolute error, forward: new / eager"], rows)
+    return markdown(
+        [*header, "compiled for 8.0, ms: forward, forward + backward", "largest absolute error, forward: new / eager"],
+        rows,
+    )
 
 
 def slower_table() -> str:
@@ -151,9 +154,7 @@ def slower_table() -> str:
         if timed:
             span = f"{times(timed[0], baseline)} to {timed[-1]['speedup'][baseline]:.3g}x"
             rows.append([f"`{name}`", baseline, f"{len(slower)} of {len(timed)}", span, "; ".join(said) or "-"])
-    return markdown(
-        ["file", "baseline", "rows where it is faster", "ModelNew is faster by", "the three slowest rows"], rows
-    )
+    return markdown(["file", "baseline", "rows where it is faster", "ModelNew's factors", "the three least"], rows)
 
 
 def sample() -> str:
