@@ -91,10 +91,11 @@ CUDA_SOURCE = r"""
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
-// the sum. After every 32 of K the thread adds the accumulator, times `inverse_scale` of A's row, to the sum, in
-// float32 with rounding, and restarts the accumulator at zero. From K = 1024 on it does so after every 64, and from
-// 4096 on after every 128, since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9%
-// less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
+// the sum. After every 32 of K the thread multiplies the accumulator by `inverse_scale` of A's row (which in the
+// gradients changes every 128 of K, so this cannot wait for the epilogue), adds it to the sum, in float32 with
+// rounding, and restarts it at zero. From K = 1024 on it does so after every 64, and from 4096 on after every 128,
+// since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128
+// in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -116,9 +117,9 @@ CUDA_SOURCE = r"""
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `inverse_scale` of up to
 //     2^60 they are finite. A row with a finite value of 2^75 or more has an `inverse_scale` above 2^60. So its
 //     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
-//     is -infinity, and its sums are 0 or not finite. They are not recomputed: -infinity and the other row's threshold
-//     add up to -infinity or, if that is +infinity, to NaN, and no sum is below either. (With two pieces an infinity
-//     makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
+//     is -infinity. Its sums are 0 or not finite, and are not recomputed. (If the other row's threshold is +infinity,
+//     the two add up to NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf.
+//     The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -142,9 +143,11 @@ CUDA_SOURCE = r"""
 //     place             0 1 2 3 4 5 6 7
 //     chunk in row 0    0 1 2 3 4 5 6 7
 //     chunk in row 1    1 0 3 2 5 4 7 6
-//     chunk in row 2    2 3 0 1 6 7 4 5        chunk 0 is at place 0 of row 0, place 1 of row 1, ..., place 7 of row 7
+//     chunk in row 2    2 3 0 1 6 7 4 5
 //     ...
-//     chunk in row 7    7 6 5 4 3 2 1 0                 chunk 3 of row 5: place 3 ^ 5 = 6, byte 5 * 128 + 6 * 16 = 736
+//     chunk in row 7    7 6 5 4 3 2 1 0
+//
+// So chunk 0 is at place r % 8 of row r. Chunk 3 of row 5 is at place 3 ^ 5 = 6, which is byte 5 * 128 + 6 * 16 = 736.
 //
 // MN-major: neighbours in memory have the same k, not the same row. The gradients are C = A B, where B is (K, columns
 // of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
@@ -307,7 +310,7 @@ template <bool MN_MAJOR> struct StageCopies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
-            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: which of four lines, of which of 32 rows
+            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of which line, rows from stage_row
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
@@ -329,8 +332,8 @@ template <bool MN_MAJOR> struct StageCopies {
 // Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
 // row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
 // and a warp's 64 columns are two lines. to[i] gets hi or lo of 16 columns: those of half i % 2 of line i / 2. A lane
-// starts at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16
-// q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// starts at chunk c, which is 0 or 1, and wants chunk c + s with an even s. As c + s = c ^ s, this chunk lies at `from`
+// ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -351,12 +354,12 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 // Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
 __device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
 __device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines,
-// from `line` on, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row] and
-// added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the
-// inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
-// epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be outside C. Four
-// neighbouring lanes together hold 64 consecutive columns of the same four rows.
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines
+// the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row], where `line` is the
+// first of these lines, and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the
+// epilogue multiplies by the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the
+// end each thread calls epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be
+// outside C. Four neighbouring lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
     const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
     int scale_stride, int n, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
@@ -468,7 +471,7 @@ struct LinearLayer {
     const float *inverse_scale, *threshold;  // of x's m rows, then of W's n rows
     // The sums are already multiplied by inverse_scale of x's row, not yet by that of W's.
     __device__ __forceinline__ void to_h(int thread_row, int thread_column, float (&values)[4][16]) const {
-        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its threshold
+        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its limit, or that is infinite
         float inverse_scale_x[4], threshold_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -1219,7 +1222,7 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _are_plain_tensors(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
-_MAX_SIZE = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
+_MAX_SIZE = 65535 * 128  # a grid has at most 65535 blocks in y, and these have 128 rows or features each
 
 
 def _is_large(m: int, n: int, k: int) -> bool:

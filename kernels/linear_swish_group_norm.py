@@ -29,14 +29,14 @@ In the backward `group_gradients` finds G, the gradient of h, and `add_partials`
 gamma and beta. Then dX = G W and dW = G^T x: large ones by three fp16 products if the forward's was, others by cuBLAS.
 
 On a CPU, nn.Linear computes h, and threads finish its groups; float32 groups of 16 only if h is small or large
-(`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups" in
-CUDA_SOURCE first.
+(`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups of
+linear_swish_group_norm" in CUDA_SOURCE first. For compute capability 9.0 hopper/linear_swish_group_norm.py is faster.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; x, W and the output take 0.69 GB; the split
-reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x
-eager, with backward 7.59 ms, 3.05x; TF32 allowed (`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57
-ms, 4.9x. Without TF32, GPUs not in `_SPLIT_GPUS`, such as compute capability 8.6, get cuBLAS's float32 product. An H200
-that was made to do so was 1.43 times as fast as eager.
+At the benchmark shape, 32768 x 1024 to 4096, a product is 275 GFLOP; without TF32 three fp16 ones replace it. x, W and
+the output take 0.69 GB; the split reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm
+--backward`, H200: float32 2.22 ms, 3.70x eager, with backward 7.59 ms, 3.05x; TF32 allowed (`--precision high`) 0.82
+ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57 ms, 4.9x. Without TF32, GPUs not in `_SPLIT_GPUS`, such as compute
+capability 8.6, get cuBLAS's float32 product. An H200 that was made to do so was 1.43 times as fast as eager.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
-// Read "The groups of linear_swish_group_norm" first, a section far below, after "The gradients dX = G W".
+// Begin with "The groups of linear_swish_group_norm", the last section. Those before it are the product's.
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
@@ -100,10 +100,11 @@ CUDA_SOURCE = r"""
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
-// the sum. After every 32 of K the thread adds the accumulator, times `inverse_scale` of A's row, to the sum, in
-// float32 with rounding, and restarts the accumulator at zero. From K = 1024 on it does so after every 64, and from
-// 4096 on after every 128, since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9%
-// less time, and with 128 in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
+// the sum. After every 32 of K the thread multiplies the accumulator by `inverse_scale` of A's row (which in the
+// gradients changes every 128 of K, so this cannot wait for the epilogue), adds it to the sum, in float32 with
+// rounding, and restarts it at zero. From K = 1024 on it does so after every 64, and from 4096 on after every 128,
+// since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128
+// in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -125,9 +126,9 @@ CUDA_SOURCE = r"""
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `inverse_scale` of up to
 //     2^60 they are finite. A row with a finite value of 2^75 or more has an `inverse_scale` above 2^60. So its
 //     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
-//     is -infinity, and its sums are 0 or not finite. They are not recomputed: -infinity and the other row's threshold
-//     add up to -infinity or, if that is +infinity, to NaN, and no sum is below either. (With two pieces an infinity
-//     makes NaN, as its lo is inf - inf. The norm would make it NaN anyway.)
+//     is -infinity. Its sums are 0 or not finite, and are not recomputed. (If the other row's threshold is +infinity,
+//     the two add up to NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf.
+//     The norm would make it NaN anyway.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -136,8 +137,9 @@ CUDA_SOURCE = r"""
 //                | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
-// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits errs by more, so smaller thresholds would do: see Thresholds in hopper/linear_*.py.)
+// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding then
+// errs by up to 2^-12 of a value anyway, so only values below 2^-14 need count as coarse: see Thresholds in
+// hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -151,9 +153,11 @@ CUDA_SOURCE = r"""
 //     place             0 1 2 3 4 5 6 7
 //     chunk in row 0    0 1 2 3 4 5 6 7
 //     chunk in row 1    1 0 3 2 5 4 7 6
-//     chunk in row 2    2 3 0 1 6 7 4 5        chunk 0 is at place 0 of row 0, place 1 of row 1, ..., place 7 of row 7
+//     chunk in row 2    2 3 0 1 6 7 4 5
 //     ...
-//     chunk in row 7    7 6 5 4 3 2 1 0                 chunk 3 of row 5: place 3 ^ 5 = 6, byte 5 * 128 + 6 * 16 = 736
+//     chunk in row 7    7 6 5 4 3 2 1 0
+//
+// So chunk 0 is at place r % 8 of row r. Chunk 3 of row 5 is at place 3 ^ 5 = 6, which is byte 5 * 128 + 6 * 16 = 736.
 //
 // MN-major: neighbours in memory have the same k, not the same row. The gradients are C = A B, where B is (K, columns
 // of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
@@ -316,7 +320,7 @@ template <bool MN_MAJOR> struct StageCopies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
-            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: which of four lines, of which of 32 rows
+            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of which line, rows from stage_row
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
@@ -338,8 +342,8 @@ template <bool MN_MAJOR> struct StageCopies {
 // Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
 // row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
 // and a warp's 64 columns are two lines. to[i] gets hi or lo of 16 columns: those of half i % 2 of line i / 2. A lane
-// starts at chunk c, which is 0 or 1, and wants chunk c + q with an even q. That is c ^ q, and it lies at `from` ^ 16
-// q, as (c ^ q) ^ (r % 8) = (c ^ (r % 8)) ^ q. This needs stages that begin at multiples of 128 bytes.
+// starts at chunk c, which is 0 or 1, and wants chunk c + s with an even s. As c + s = c ^ s, this chunk lies at `from`
+// ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -360,12 +364,12 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 // Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
 __device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
 __device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines,
-// from `line` on, the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row] and
-// added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the epilogue multiplies by the
-// inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the end each thread calls
-// epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be outside C. Four
-// neighbouring lanes together hold 64 consecutive columns of the same four rows.
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines
+// the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row], where `line` is the
+// first of these lines, and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the
+// epilogue multiplies by the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the
+// end each thread calls epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be
+// outside C. Four neighbouring lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
     const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
     int scale_stride, int n, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
@@ -477,7 +481,7 @@ struct LinearLayer {
     const float *inverse_scale, *threshold;  // of x's m rows, then of W's n rows
     // The sums are already multiplied by inverse_scale of x's row, not yet by that of W's.
     __device__ __forceinline__ void to_h(int thread_row, int thread_column, float (&values)[4][16]) const {
-        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its threshold
+        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its limit, or that is infinite
         float inverse_scale_x[4], threshold_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -638,12 +642,15 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 
 // ---- The groups of linear_swish_group_norm ----
 
-// The activation and its derivative. To use another, change both, finish_group_cpu in C++, _swish_and_bias in Python,
-// the Model, and hopper/'s counterparts. Importing this file compares finish_group_cpu with _swish_and_bias. harness.py
-// compares both with the Model and, on a GPU, the two functions below. The activation's error must be small relative to
-// its value, since a group of small values is divided by its small spread. For large finite |h| the slope must equal
-// its limit (0 or 1). Two traps: where the sigmoid is near 0, a large h magnifies its absolute error; and an exp that
-// overflows makes 0 * infinity, NaN. (So Mish must clamp h, in exp, in the slope's factor, and on the CPU.)
+// The activation and its derivative. To use another, change these two functions, the lambda in finish_group_cpu (C++),
+// _swish_and_bias in Python, the Model, and the five places that hopper/'s file lists. Importing this file compares the
+// CPU's function with _swish_and_bias for |h| up to 9. harness.py compares the CPU's and the GPU's results with the
+// Model's. The activation's error must be small relative to its value, since a group of small values is divided by its
+// small spread. The slope must be finite for every finite h, as it is multiplied by G_v, which may be 0. Two traps:
+// where the sigmoid is near 0, a large h magnifies its absolute error; and an exp that overflows makes 0 * infinity,
+// NaN. (Mish is h t with n = e^h (e^h + 2) and t = n / (n + 2). Its exp must take h or 20, whichever is less, on the
+// CPU too, and so must the h in its slope, t + h sigmoid(h) (1 - t^2), as 1 - t^2 does not reach 0 in float32. Of NaN
+// both must be NaN: use comparisons, not fminf.)
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -1295,8 +1302,8 @@ def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a floa
     return torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
-# What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. If one of PyTorch's settings
-# changes, it compiles anew.
+# What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. PyTorch compiles anew if TF32 is
+# switched, but not if allow_fp16_accumulation is: that must be set before the first call.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _adds_in_fp16._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
@@ -1327,7 +1334,7 @@ def _is_layer(linear: nn.Module, x: torch.Tensor) -> bool:
     return _are_plain_tensors(x, weight, bias) and weight.shape == (*bias.shape, x.shape[1])
 
 
-_MAX_SIZE = 65535 * 128  # blocks of a grid in y, times the rows, or features, of a block
+_MAX_SIZE = 65535 * 128  # a grid has at most 65535 blocks in y, and these have 128 rows or features each
 
 
 def _is_large(m: int, n: int, k: int) -> bool:
@@ -1394,14 +1401,14 @@ def _finish_plainly(norm, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 
 def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
-    return _finish_plainly(lambda h: nn.functional.group_norm(h, groups, gamma, beta, eps), bias, h)
+    return nn.functional.group_norm(_swish_and_bias(h, bias), groups, gamma, beta, eps)
 
 
 def _check_finish_group_cpu() -> None:
-    """Raise an error unless finish_group_cpu computes what _swish_and_bias does, of NaN, too."""
+    """Raise an error unless finish_group_cpu computes what _swish_and_bias does, for h from -9 to 9 and of NaN."""
     h = torch.linspace(-9, 9, 128, dtype=torch.float32, device="cpu").view(2, 64)
     h[0, 0] = torch.nan
-    arguments = h, h.new_zeros(64), h.new_ones(64), h.new_zeros(64), 1, 1e-5
+    arguments = h, h.new_zeros(64), h.new_ones(64), h.new_zeros(64), 4, 1e-5  # the NaN spoils a group of 16
     if not torch.allclose(_operators.finish(*arguments), _finish_functionally(*arguments), atol=1e-3, equal_nan=True):
         raise RuntimeError("finish_group_cpu and _swish_and_bias compute different functions: edit both")
 
