@@ -48,7 +48,7 @@ EDITS = {
         "const float v = z / 6 + 0.5f; return v < 0 ? 0.0f : v > 1 ? 1.0f : v;",
     ),
     "activation_gradient": ("const float v = activation(z);", "return z > -3 && z < 3 ? 1.0f / 6 : 0.0f; float v = 0;"),
-    "_activate": ("return torch.sigmoid(h)", "return nn.functional.hardsigmoid(h)"),
+    "_activate": ("return torch.sigmoid(values)", "return nn.functional.hardsigmoid(values)"),
 }
 
 
@@ -83,9 +83,10 @@ assert original.NAMESPACE != edited.NAMESPACE
 
 
 @pytest.mark.skipif("linear_swish_group_norm" not in PORTABLE, reason="the pair is not here")
-def test_an_activation_that_is_forgotten_in_cpp_is_told_of(tmp_path):
+@pytest.mark.parametrize("other", ["nn.functional.mish(h)", "torch.sigmoid(h) * h.clamp_min(0)"])
+def test_an_activation_that_is_forgotten_in_cpp_is_told_of(other, tmp_path):
     text = source("linear_swish_group_norm")
-    (tmp_path / "edited.py").write_text(text.replace("torch.sigmoid(h) * h", "nn.functional.mish(h)", 1))
+    (tmp_path / "edited.py").write_text(text.replace("torch.sigmoid(h) * h", other, 1))
     _, _, err = finish(start_python('sys.path.insert(0, "")\nimport edited', cwd=tmp_path))
     assert "finish_group_cpu and _swish_and_bias compute different functions" in err, err
 
