@@ -10,7 +10,8 @@ padding, dilation 1, groups 1, eps >= 1e-6), `_eager_is_faster` and `fits`. Our 
 contiguous, and bias and scale of shape (out_channels, 1, 1):
 
     NVIDIA GPU      float32, float16, bfloat16, autocast; gradients or none; tested from compute capability 7.5 on.
-                    Outputs below about 12 x 12 pixels only if they are few (under torch.compile: any)
+                    Where tiles get few values (images below about 12 x 12 pixels, 4 output channels or fewer) only
+                    up to 512 tiles (under torch.compile: any)
     CPU, float32    without gradients; images of 128 pixels or more (under torch.compile: any)
     CPU, 16 bits    without gradients; types that the CPU has no instructions for: we compute in float32. Images of
                     128 pixels or more, or x.numel() * W.numel() >= 2^19 (under torch.compile: any)
@@ -20,19 +21,19 @@ Everything else runs PyTorch's operators. If gradients are wanted in a 16-bit ty
 we run them in float32, unless converting costs more than it saves: x has fewer than 2048 values, or its images are
 below the limits above.
 
-On a GPU `_convolves` decides who convolves. Our kernels do if W is 3x3 or 1x1 and has at most 32 input channels, or 16
-if x has a 16-bit type. Otherwise cuDNN computes conv2d(x, W) and, in training, x's and W's gradients; our kernels read
-conv2d(x, W) and do the rest.
+On a GPU `_convolves` decides who convolves, on a CPU the C++ function `direct_is_faster`. Our kernels do if W is 3x3 or
+1x1 and has at most 32 input channels, or 16 if x has a 16-bit type. Otherwise cuDNN computes conv2d(x, W) and, in
+training, x's and W's gradients; our kernels read conv2d(x, W) and do the rest.
 
-The forward keeps v in registers and writes its output once. It reads cuDNN's result once or, if it convolves, x 1.2
-times (tiles' borders overlap) for each 32 output channels. If a sample has more tiles than can run at once, there are
-two launches, and each reads all of this. Compiled for compute capability 8.0, 9.0, 10.0 or 10.3, our kernels convolve
-with tensor cores, which are much faster there than FMA instructions, and in float32 as accurate. For other GPUs they
-use FMA instructions. Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the
-parameters, mean (as two floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels
-convolve, they also compute x's gradient, if W is 3x3 and has at least 4 input channels. cuDNN computes W's gradient,
-and x's elsewhere. Our kernels give the same bits each time; cuDNN's may not, and use TF32 for float32 unless
-torch.backends.cudnn.allow_tf32 is False.
+The forward keeps v in registers and writes its output once. It reads cuDNN's result once or, if it convolves, x: 1.2
+times, as neighbouring tiles share borders, and again for each further 32 output channels. If a sample has more tiles
+than can run at once, there are two launches, and both read this. Compiled for compute capability 8.0, 9.0, 10.0 or
+10.3, our kernels convolve with tensor cores, which are much faster there than FMA instructions, and in float32 as
+accurate. For other GPUs, whose tensor cores gain too little, they use FMA instructions. Second derivatives are
+PyTorch's. If gradients are wanted, the forward saves its input, the parameters, mean (as two floats) and rstd. The
+backward computes h again, or reads cuDNN's result. Where our kernels convolve, they also compute x's gradient, if W is
+3x3 and has at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give the same bits
+each time; cuDNN's may not, and use TF32 for float32 unless torch.backends.cudnn.allow_tf32 is False.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
 takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as fast as
@@ -113,33 +114,34 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
-//           copy its x to shared memory (a stage ahead, but for FMA in float32)            (copy_x)
+//           copy its x to shared memory (a stage ahead; FMA in float32: only stage 0)      (copy_x)
 //           load its weights to shared memory (if they stay there: for the first tile)     (load_weights)
-//           wait for x and, but for FMA in float32, convert it                             (convert_x)
+//           wait for x and convert it (FMA in float32: only wait)                          (convert_x)
 //           values += the stage's products, in registers                                   (convolve_stage)
-//       with tensor cores, or for dx: convolve again what is not finite or accurate        (recompute_in_float)
+//       with tensor cores, or for x's gradient: convolve again if a value may be wrong     (recompute_in_float)
 //       add the biases and, in the forward, compute v                                      (add_bias_and_activate)
 //       add up what the statistics need                                                    (sum_values, sum_gradients)
-//       publish these sums: write them to global memory                                    (publish)
+//       publish these sums: write them to global memory, add 1 to the sample's counter     (publish)
 //       start to copy the next tile's x                                                    (copy_x)
-//       wait until all tiles of the sample are published                                   (await_sample)
+//       wait until the counter says that all tiles of the sample are published             (await_sample)
 //       add up all published sums of the tile's groups                                     (compute_coefficients)
 //       compute the output from the values in registers, and write it                      (write_output, write_dh)
 //
 // The gradient of x has no sums, and does not wait. The backward reads g, the gradient of out, twice, before and after
 // the wait; h (in the forward v) stays in registers. In each launch a block reads each tile's x once, with the border
-// that the convolution needs (recompute_in_float reads it again), and writes the tile's output once. Tiles of other
-// output channels read the same x.
+// that the convolution needs (recompute_in_float reads it again). A launch that computes the output writes each tile's
+// once. Tiles of other output channels read the same x. The backward also writes each tile's part of dbeta and dgamma,
+// in `publish`, and of dbias and dscale, in `write_bias_scale_sums`. PyTorch adds up the parts.
 //
 //                forward                                        backward                                  gradient of x
 //   registers    h = conv(x) + both biases, v = activation(z)   h = conv(x) + both biases                 dx = conv(dh)
 //   published    sums of v, v^2                                 sums of gamma g, gamma g (v - mean) rstd  nothing
-//   output       out = (v - mean) rstd gamma + beta             dh; dbeta, dgamma, dbias, dscale          dx
+//   output       out = (v - mean) rstd gamma + beta             dh                                        dx
 //
 // The biases are the convolution's and the network's, z = h scale, and W is the convolution's weights. dx, dh, dv, dz
-// are the gradients of x, h, v, z. dx is a convolution too. Its input is dh, with zeros around it. Its weights are W,
-// rotated by 180 degrees, with input and output channels exchanged. So in that direction the code's `x` is dh, and its
-// `out_channels` are x's channels.
+// are the gradients of x, h, v, z. dx is a convolution too (in code: kInputGradient). Its input is dh, with zeros
+// around it. Its weights are W, rotated by 180 degrees, with input and output channels exchanged. So in that direction
+// the code's `x` is dh, and its `out_channels` are x's channels.
 //
 // If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of conv(x), which
 // PyTorch has computed. `_convolves`, in Python, decides so for W neither 3x3 nor 1x1, or of many input channels.
@@ -187,7 +189,7 @@ constexpr bool kTensorCores = false;  // for the host: `launch` asks the kernel 
 #endif
 
 constexpr int kThreads = 256;                                   // per block
-constexpr int kBlocksPerSM = 2;                                 // but one in the three cases above
+constexpr int kBlocksPerSM = 2;                                 // at most; one in the three cases above
 constexpr int kWarps = kThreads / 32;                           // per block
 constexpr int kThreadValues = 64;                               // values per thread
 constexpr int kThreadChannels = kTensorCores ? 2 : 4;           // output channels per thread
@@ -202,8 +204,8 @@ constexpr int kChunkPixels = 8;                                 // of a Chunk: a
 constexpr int kMaxTileChannels = 32;                            // output channels of a tile, at most
 constexpr int kMaxStageChannels = 8;                            // input channels; two taps of 8 are mma's k, 16
 constexpr int kMaxTaps = 9;                                     // of a 3x3 kernel; a tap is one of its positions
-constexpr int kMaxStages = 16;                                  // stages whose weights can stay in shared memory
-constexpr int kMinTilesToStagger = 16;                          // tiles per block; with fewer, all begin at once
+constexpr int kMaxStages = 16;                                  // with more, weights do not stay in shared memory
+constexpr int kMinTilesToStagger = 16;                          // a block's least tiles for the kernel's delay
 constexpr int kTileColumns = 32;                                // pixel columns of a tile
 constexpr int kPairStride = kTileColumns / kPairs;              // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
@@ -216,8 +218,8 @@ using ThreadTile = float[kThreadChannels][kThreadPixels];  // [o][i]: the value 
 using Chunk = float[kChunkPixels];  // pixels of one of its channels that a thread loads or stores at once
 
 enum Direction { kForward, kBackward, kInputGradient };
-// A launch publishes sums and, once all are there, computes the output (kFused); or it does one of the two. In the
-// direction kInputGradient it has no sums, and always computes the output.
+// A launch publishes sums and, once all of a sample are there, computes its output (kFused); or it does one of the two.
+// In the direction kInputGradient it has no sums, and always computes the output.
 enum Mode { kFused, kSumsOnly, kOutputOnly };
 
 // Of a sample's group. mean + mean_lo has about 48 bits: with the float mean alone, all outputs of a group whose values
@@ -391,22 +393,23 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 // ---------------------------------------------------------------------------------------------------------------------
 // The convolution. copy_x copies one stage's channels of x, all lines and columns that the tile's pixels depend on, to
 // shared memory, as (channel, line, column); lines are kPitch apart. convolve_stage reads `stage_x`. In float32 without
-// tensor cores copy_x fills `stage_x` itself. In all other cases (kConvertsX) it fills `copied_x`, and convert_x
-// converts that to `stage_x`: to floats or, with tensor cores, to what `convolve_mma` reads. So copy_x can fill
-// `copied_x` with the next stage while the block convolves `stage_x`.
+// tensor cores copy_x fills `stage_x` itself. In all other cases (kConvertsX in the kernel) it fills `copied_x`, and
+// convert_x converts that to `stage_x`: to floats or, with tensor cores, to what `convolve_mma` reads. So copy_x can
+// fill `copied_x` with the next stage while the block convolves `stage_x`.
 //
-// Pieces. Tensor cores multiply a 16-bit number as it is. A float32 number has 24 significant bits, a float16 has 11.
-// So a float32 v is split into two float16 pieces: hi is the float16 nearest to v, lo the one nearest to v - hi. With
-// x's pieces hi and lo, and hi' and lo' the weight w's, x w is about hi hi' + hi lo' + lo hi': three products.
+// Pieces. Tensor cores take 16-bit numbers, so x and weights of 16 bits go in as they are. A float32 number has 24
+// significant bits, a float16 has 11. So a float32 u is split into two float16 pieces: hi is the float16 nearest to u,
+// lo the one nearest to u - hi. With x's pieces hi and lo, and hi' and lo' the weight w's, x w is about hi hi' + hi lo'
+// + lo hi': three products.
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first multiplies the x of each stage of a tile by a
 // power of two, the prescale: it brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
-// the same with each stage's weights. Both functions return `inverse_scale`, the inverse of their prescale. The kernel
-// gives convolve_stage the product of the two, also called `inverse_scale`: x w = `inverse_scale` (scaled x) (scaled
-// w).
+// the same with each stage's weights. Both functions return the inverse of their prescale, `inverse_scale`. (It has
+// nothing to do with the network's `scale`.) The kernel gives convolve_stage the product of the two, also called
+// `inverse_scale`: x w = `inverse_scale` (scaled x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
-// each lo 2^-23, because v - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
+// each lo 2^-23, because u - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
 // product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of 2^-24, an error of up to
 // 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo. Multiplied by the other factor,
 // which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9 taps adds to h an error of at most
@@ -696,8 +699,9 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // k-step is two taps of kMaxStageChannels channels: mma's k = 16. In each the warp loads the weights of its 16 output
 // channels from shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and
 // multiplies. Tensor cores multiply 16-bit numbers exactly, and add the products in float32, but truncate the sums. In
-// 16 bits `products` starts as `acc`, and mma adds to it. In float32 it starts at zero in each k-step: mma adds the two
-// products that contain a lo, then hi hi', and fmaf adds `products` to `acc`, with rounding.
+// 16 bits truncating matters less than rounding the output, so `products` starts as `acc`, and mma adds to it. In
+// float32 it starts at zero in each k-step: mma adds the two products that contain a lo, then hi hi', and fmaf adds
+// `products` to `acc`, with rounding.
 //
 //     x              (piece, line, column, channel): 16 bytes are the kMaxStageChannels channels of a pixel
 //     weights        (set of 16 output channels, k-step, piece, lane, register, 2): 16 bytes are a lane's operand A
@@ -855,10 +859,10 @@ __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* 
 // Sums. A thread adds up its pixels in float, a warp its lanes' sums by shuffles; these sums are added up in double.
 // The order of additions is fixed: results are the same bits each time.
 
-// A sum of floats. If COMPENSATED, `correction` is the sum of the additions' rounding errors (Knuth's two-sum), else 0.
-// The sums of g are COMPENSATED (those of g (v - mean) only between lanes): their total is dbeta, which may be near
-// zero although the g are not. The g are inputs, without error, so all of dbeta's error comes from these additions.
-// `correction` is not used if the sum is not finite.
+// A sum of floats. `add<true>` adds the addition's rounding error to `correction` (Knuth's two-sum). The sums of g need
+// this: their total is dbeta, which may be near zero although the g are not. The g are inputs, without error, so all of
+// dbeta's error comes from these additions. (The sums of g (v - mean) use it only between lanes.) `correction` is not
+// used if the sum is not finite.
 struct CompensatedSum {
     float sum, correction;
     template <bool COMPENSATED> __device__ __forceinline__ void add(float v) {
@@ -978,7 +982,8 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 
 // By a block, a warp per group of the tile: adds up the group's published sums, and from their means computes its
 // channels' OutputCoefficients. The forward also writes the group's Statistics. Every tile reads all sums of its
-// groups. These reads grow with the square of a sample's pixel tiles, which is why `fits`, in Python, limits them.
+// groups. A sample has as many such reads as the square of its pixel tiles, times the groups of a tile: `fits`, in
+// Python, limits them.
 template <Direction DIRECTION>
 __device__ __forceinline__ void compute_coefficients(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_channels, p.out_channels);
@@ -1517,7 +1522,9 @@ Outputs forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 // computes a band at a time: some rows of four channels of a sample. `conv_out`, the convolution without biases, has
 // x's row length: its pixel (row, column) is at index row * width + column. Each value is a sum of terms; a term is a
 // weight times the x that lies term_offsets[term] from the pixel. So a band is one long row. It is cut into tiles,
-// which are not CUDA_SOURCE's: kTilePixels pixels of the four channels.
+// which are not CUDA_SOURCE's: kTilePixels pixels of the four channels. A slice is the fewest channels that are whole
+// groups and whole sets of four. If there are many slices, a thread takes a slice through all steps; otherwise all
+// bands come first, then all channels.
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     conv_out of 3 x 3      0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
@@ -2102,7 +2109,7 @@ def _functional(x, weight, conv_bias, bias, scale, gamma, beta, groups: int, eps
 
 
 def _is_nchw(t: torch.Tensor) -> bool:
-    """Whether it is contiguous, and not channels_last to PyTorch too, as it may be if some dimensions are 1."""
+    """Whether t is contiguous, and its strides are not also those of channels_last, as with some sizes of 1."""
     shape = t.shape
     return len(shape) == 4 and t.is_contiguous() and t.stride()[1::2] == (shape[2] * shape[3], 1)
 
@@ -2154,13 +2161,13 @@ def fits(tensors: tuple, groups: int) -> bool:
     tiles, pixel_tiles = _count_tiles(samples, out_channels, out_height, out_width)
     if tiles >= 2**30 or height * width >= 2**31 - 64:
         return False
-    # Each tile reads the sums of all tiles of its own groups: in huge images of many groups PyTorch is faster. (In a
-    # compiled program, which may be for any size, this would be one more guard.)
+    # Each tile reads, for each of its groups, the sums of all pixel tiles: in huge images of many groups PyTorch is
+    # faster. The limit was measured. (In a compiled program, for any size, this would be one more guard.)
     return torch.compiler.is_compiling() or pixel_tiles * min(groups, 32) ** 2 <= 2**22
 
 
 def _count_tiles(samples: int, out_channels: int, out_height: int, out_width: int) -> tuple[int, int]:
-    """The tiles of an output on a GPU, each of 2^14 values, and how many of them are side by side in a plane."""
+    """The tiles of an output on a GPU, each of up to 2^14 values, and how many of them cover one channel's plane."""
     tile_channels = 16 if out_channels <= 16 else 32
     tile_rows = 512 // tile_channels
     pixel_tiles = ((out_height + tile_rows - 1) // tile_rows) * ((out_width + 31) // 32)
@@ -2168,7 +2175,7 @@ def _count_tiles(samples: int, out_channels: int, out_height: int, out_width: in
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether our operators convolve. On a GPU they do 3x3 and 1x1; for many input channels cuDNN is faster."""
+    """Whether our operators are given x, not conv2d(x, W). On a GPU: 3x3 and 1x1, and few input channels."""
     in_channels, kernel = weight.shape[1], tuple(weight.shape[2:])
     return x.is_cpu or kernel in ((1, 1), (3, 3)) and in_channels <= (32 if x.dtype == torch.float32 else 16)
 
@@ -2260,8 +2267,8 @@ def _eager_is_faster(tensors: tuple) -> bool:
     """Whether to skip `fits`, which takes some time itself.
 
     On a GPU eager is faster if the output's tiles are underfilled. On a CPU in float32 it is faster below 128 pixels,
-    where our kernels save less than `fits` takes, and it alone computes gradients. In other types it is faster if
-    images are too few and small for converting to pay.
+    where `fits` takes longer than our kernels save, and if gradients are wanted, which our kernels do not compute. In
+    other types it is faster if images are too few and small for converting to pay.
     """
     x, weight = tensors[0], tensors[1]
     # Compiled code may be for any size. On a CPU the operator itself then decides, by direct_is_faster.
