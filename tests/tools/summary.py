@@ -154,7 +154,7 @@ def slower_table() -> str:
         if timed:
             span = f"{times(timed[0], baseline)} to {timed[-1]['speedup'][baseline]:.3g}x"
             rows.append([f"`{name}`", baseline, f"{len(slower)} of {len(timed)}", span, "; ".join(said) or "-"])
-    return markdown(["file", "baseline", "rows where it is faster", "ModelNew's factors", "the three least"], rows)
+    return markdown(["file", "baseline", "rows where it is faster", "ModelNew's factors", "the three lowest"], rows)
 
 
 def sample() -> str:
