@@ -54,6 +54,7 @@ LEAST_SCALE = 1e-3  # of gradients: what is much smaller than 1 may be what is l
 FAR_OFF = 30.0  # times the tolerance: gradients that are seen without float64's
 TIE_BREAKS = 64  # other choices among equal values that may explain an answer
 LAYOUT = r", torch\.(strided|sparse\w*)"  # in the form of a tensor
+OUT_OF_RANGE = re.compile(r"out of (range|bounds)|valid range|Class values")  # in an error, of gather or one_hot, say
 EMPTY = re.compile(r"shape \[(\d+, )*0[,\]]")  # in a form: of a tensor without elements
 SEQUENCE = re.compile(r"\w+(\([^()]*\))?\[")  # how `kind_of` begins a list, a tuple or a named one
 MOST_STEPS = 1e-3  # the share of places where the Model may jump
@@ -549,6 +550,17 @@ def depends_on_layout(case: Case, request: Request, model: torch.nn.Module, sets
     return not all(gates.are_close(*pair, 1e-2, scale) for pair, scale in zip(pairs, most))
 
 
+def is_out_of_range(model: torch.nn.Module, sets: list) -> bool:
+    """Whether a CPU says that an index is: on a GPU the assertion that fails would end the judge's process."""
+    try:
+        on_cpu = copy.deepcopy(model).cpu()
+        for inputs in sets:
+            on_cpu(*tree_map_only(torch.Tensor, torch.Tensor.cpu, inputs))
+    except Exception as error:  # of another kind: no operator for this dtype on a CPU, say
+        return bool(OUT_OF_RANGE.search(str(error)))
+    return False
+
+
 def put(case: Case, request: Request, must: bool) -> None:
     """Asks nothing where the Model raises an error, since a candidate may raise one there, too."""
     model, layout = case.model, LAYOUTS[request.layout]
@@ -590,6 +602,9 @@ def put(case: Case, request: Request, must: bool) -> None:
     if request.laid is not None and all(laid_anew):  # a single input
         return
     if request.whose == "the last input's" and sum(x.is_floating_point() for x in tensors_of(sets[0])) < 2:
+        return
+    of_integers = request.change in (Inputs.other_integers, other_truth)
+    if case.device == "cuda" and of_integers and is_out_of_range(model, sets):
         return
     given = case.share(sets)
     if How.CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
