@@ -152,8 +152,8 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // wait forever, and let s be the lowest sample that any of them waits for. A block that has a tile of s has only tiles
 // of lower samples before it, at which no block waits forever. So by (1) it comes to that tile and publishes it. Then
 // all of s is published, and nobody waits for s: a contradiction. If the grid has fewer blocks, or the cooperative
-// launch is refused, there are two launches: the first only publishes, the second repeats the convolution and makes the
-// output.
+// launch is refused, there are two launches. The first only publishes; the block that publishes a sample's last tile
+// adds up the sums of each of its groups (add_up_sample). The second repeats the convolution and makes the output.
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In three cases there is only one,
 // which is slower, but correct: (1) the gradient of x without tensor cores, which keeps two sets of sums in registers,
@@ -294,6 +294,7 @@ struct Shared {
     int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
     float weight_inverse_scales[kMaxStages];  // `inverse_scale` of each stage's weights in shared memory, see Pieces
+    bool completes_sample;  // whether the tile that this block has published was its sample's last
     Tile tiles[2];  // this one and the next
 };
 
@@ -931,7 +932,7 @@ __device__ __forceinline__ double& parameter_sum(const Arguments& p, const Tile&
     return p.parameter_sums[(row * 4 + which) * p.out_channels + tile.first_channel + c];
 }
 
-// By the first warp: writes the tile's sums to global memory. If blocks wait for them, adds 1 to the sample's counter.
+// By the first warp: writes the tile's sums to global memory, and adds 1 to the sample's counter.
 template <Direction DIRECTION>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread(), channels = min(p.tile_channels, p.out_channels - tile.first_channel);
@@ -961,12 +962,17 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
         const int group_tile = (tile.first_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2);
         group_sums_of(p, tile.sample, group, group_tile)[tile.pixel_tile] = totals;
     }
-    if (p.mode != kFused) return;
     __syncwarp();
     unsigned* const counter = p.counters + int64_t(tile.sample) * kCounterStride;
     // A thread that acquires a count including this 1 sees the warp's writes. With a __threadfence here and one after
     // the wait, in place of release and acquire, the kernel takes 1.012 times as long.
-    if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(counter) : "memory");
+    if (lane == 0 && p.mode == kFused) {
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(counter) : "memory");
+    } else if (lane == 0) {
+        unsigned before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        shared.completes_sample = before + 1 == unsigned(p.sample_tiles);
+    }
 }
 
 // By one thread, before __syncthreads: spins until all tiles of the sample are published.
@@ -980,28 +986,42 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
     }
 }
 
+// By a warp: adds up the group's published sums.
+__device__ __forceinline__ double2 add_up_group(const Arguments& p, int sample, int group) {
+    const int first_channel = group * p.group_channels, last_channel = first_channel + p.group_channels - 1;
+    const int group_tiles = (last_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2) + 1;
+    const double2* const group_sums = group_sums_of(p, sample, group, 0);
+    double2 totals = {};
+#pragma unroll 4
+    for (int i = read_thread() % 32; i < group_tiles * p.pixel_tiles; i += 32) {
+        const double2 sums = __ldcg(group_sums + i);
+        totals = {totals.x + sums.x, totals.y + sums.y};
+    }
+    for (int distance = 16; distance > 0; distance /= 2) {
+        totals.x += __shfl_xor_sync(~0u, totals.x, distance);
+        totals.y += __shfl_xor_sync(~0u, totals.y, distance);
+    }
+    return totals;
+}
+// By a block, in the first of two launches, when all tiles of the sample are published: writes each group's totals over
+// its first sums, for the second launch. So the time does not grow with the square of the sample's tiles.
+__device__ __forceinline__ void add_up_sample(const Arguments& p, int sample) {
+    for (int group = read_thread() / 32; group < p.groups; group += kWarps) {
+        const double2 totals = add_up_group(p, sample, group);
+        if (read_thread() % 32 == 0) *group_sums_of(p, sample, group, 0) = totals;
+    }
+}
+
 // By a block, a warp per group of the tile: adds up the group's published sums, and from their means computes its
-// channels' OutputCoefficients. The forward also writes the group's Statistics. Every tile reads all sums of its
-// groups. A sample has as many such reads as the square of its pixel tiles, times the groups of a tile: `fits`, in
-// Python, limits them.
+// channels' OutputCoefficients. The forward also writes the group's Statistics.
 template <Direction DIRECTION>
 __device__ __forceinline__ void compute_coefficients(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_channels, p.out_channels);
     for (int group = tile.first_group + read_thread() / 32; true; group += kWarps) {
         const int first_channel = group * p.group_channels, last_channel = first_channel + p.group_channels - 1;
         if (first_channel >= end) return;
-        const double2* const group_sums = group_sums_of(p, tile.sample, group, 0);
-        double2 totals = {};
-        const int group_tiles = (last_channel >> p.tile_channels_log2) - (first_channel >> p.tile_channels_log2) + 1;
-#pragma unroll 4
-        for (int i = lane; i < group_tiles * p.pixel_tiles; i += 32) {
-            const double2 sums = __ldcg(group_sums + i);
-            totals = {totals.x + sums.x, totals.y + sums.y};
-        }
-        for (int distance = 16; distance > 0; distance /= 2) {
-            totals.x += __shfl_xor_sync(~0u, totals.x, distance);
-            totals.y += __shfl_xor_sync(~0u, totals.y, distance);
-        }
+        const double2 totals =
+            p.mode == kFused ? add_up_group(p, tile.sample, group) : __ldcg(group_sums_of(p, tile.sample, group, 0));
         const double mean_of_first = totals.x * p.inverse_count, mean_of_second = totals.y * p.inverse_count;
         Statistics& stored = p.statistics[int64_t(tile.sample) * p.groups + group];
         Statistics statistics;
@@ -1337,7 +1357,11 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         __syncthreads();
         if (p.mode != kOutputOnly && read_thread() < 32) publish<DIRECTION>(p, tile, shared);
         if (next.number < p.all_tiles && p.stages > 0) copy_x<T>(p, next, 0, copied_x);  // while other blocks publish
-        if (p.mode == kSumsOnly) continue;
+        if (p.mode == kSumsOnly) {
+            __syncthreads();
+            if (shared.completes_sample) add_up_sample(p, tile.sample);
+            continue;
+        }
         if (p.mode == kFused && read_thread() == 0) await_sample(p, tile.sample);
         __syncthreads();
         compute_coefficients<DIRECTION>(p, tile, shared);
@@ -1432,6 +1456,7 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         kernel<<<grid, kThreads, bytes, stream>>>(p);
         return cudaGetLastError();
     }
+    RETURN_ERROR_OF(cudaMemsetAsync(p.counters, 0, counter_bytes(p), stream));
     if (grid >= p.sample_tiles) {
         // In round n each block computes its n-th tile. In a grid of whole samples, one round computes all tiles of a
         // sample. In other grids a sample may begin in one round and end in the next: blocks of the first wait for the
@@ -1440,7 +1465,6 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
         const int whole_samples_grid = grid / p.sample_tiles * p.sample_tiles;
         if (8 * whole_samples_grid >= 7 * grid) grid = whole_samples_grid;
         p.mode = kFused;
-        RETURN_ERROR_OF(cudaMemsetAsync(p.counters, 0, counter_bytes(p), stream));
         void* arguments[] = {&p};
         const cudaError_t launch_error =
             cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(kThreads), arguments, bytes, stream);
@@ -2158,20 +2182,15 @@ def fits(tensors: tuple, groups: int) -> bool:
     if x.is_cpu:
         return True
     # The kernel counts channels, pixels and tiles in 32 bits.
-    tiles, pixel_tiles = _count_tiles(samples, out_channels, out_height, out_width)
-    if tiles >= 2**30 or height * width >= 2**31 - 64:
-        return False
-    # Each tile reads, for each of its groups, the sums of all pixel tiles: in huge images of many groups PyTorch is
-    # faster. The limit was measured. (In a compiled program, for any size, this would be one more guard.)
-    return torch.compiler.is_compiling() or pixel_tiles * min(groups, 32) ** 2 <= 2**22
+    return _count_tiles(samples, out_channels, out_height, out_width) < 2**30 and height * width < 2**31 - 64
 
 
-def _count_tiles(samples: int, out_channels: int, out_height: int, out_width: int) -> tuple[int, int]:
-    """The tiles of an output on a GPU, each of up to 2^14 values, and how many of them cover one channel's plane."""
+def _count_tiles(samples: int, out_channels: int, out_height: int, out_width: int) -> int:
+    """The tiles of an output on a GPU, each of up to 2^14 values."""
     tile_channels = 16 if out_channels <= 16 else 32
     tile_rows = 512 // tile_channels
     pixel_tiles = ((out_height + tile_rows - 1) // tile_rows) * ((out_width + 31) // 32)
-    return samples * ((out_channels + tile_channels - 1) // tile_channels) * pixel_tiles, pixel_tiles
+    return samples * ((out_channels + tile_channels - 1) // tile_channels) * pixel_tiles
 
 
 def _convolves(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -2258,7 +2277,7 @@ def _tiles_are_underfilled(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     (samples, _, height, width), (out_channels, in_channels, kernel_height, kernel_width) = x.shape, weight.shape
     out_height, out_width = height - kernel_height + 1, width - kernel_width + 1
-    tiles, _ = _count_tiles(samples, out_channels, out_height, out_width)
+    tiles = _count_tiles(samples, out_channels, out_height, out_width)
     least_values = 5000 + 128 * in_channels * _convolves(x, weight)
     return tiles > 512 and samples * out_channels * out_height * out_width < least_values * tiles
 

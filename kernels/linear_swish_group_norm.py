@@ -923,6 +923,7 @@ extern "C" int launch_group_gradients(int dtype, const void* grad, const void* h
 
 CPP_SOURCE = r"""
 #line 1 "CPP_SOURCE in linear_swish_group_norm.py"
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
@@ -1105,7 +1106,12 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
     if (tf32) {
         check_launch(launch_split_hi(floats(aligned_x), floats(aligned_weight), pieces.data_ptr(),
             floats(scales_thresholds), m, n, k, current_stream()));
-        h = at::mm(pieces.narrow(0, 0, m), pieces.narrow(0, m, n).t(), at::kFloat);
+        const at::Tensor x_pieces = pieces.narrow(0, 0, m), weight_pieces = pieces.narrow(0, m, n).t();
+        // Where sums in fp16 are allowed, PyTorch refuses an fp16 product with a float32 result. A compiled program
+        // may come here even so, see `_adds_in_fp16`: TF32 holds the pieces exactly.
+        h = at::globalContext().allowFP16AccumulationCuBLAS()
+            ? at::mm(x_pieces.to(at::kFloat), weight_pieces.to(at::kFloat))
+            : at::mm(x_pieces, weight_pieces, at::kFloat);
     } else if (stores_h) {
         h = at::empty_like(out);
     }
@@ -1303,7 +1309,7 @@ def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a floa
 
 
 # What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. PyTorch compiles anew if TF32 is
-# switched, but not if allow_fp16_accumulation is: that must be set before the first call.
+# switched, but not if allow_fp16_accumulation is: the operator `forward` then multiplies in another way.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _adds_in_fp16._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True

@@ -177,6 +177,18 @@ def test_networks_are_as_accurate_as_eager(case, dtype, tf32, matmul_tf32):
     assert_as_accurate_as_eager(forward, [build(case, "cuda", dtype)])
 
 
+@pytest.mark.parametrize("case", LARGE, ids=str)
+@torch.no_grad()
+def test_sums_in_fp16_may_be_allowed_after_compiling(case, matmul_tf32, monkeypatch):
+    """PyTorch then refuses an fp16 product with a float32 result, and does not compile anew."""
+    matmul_tf32(True)
+    _, new, inputs = build(case, "cuda")
+    compiled = torch.compile(new, backend="eager")
+    before = compiled(*inputs)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
+    torch.testing.assert_close(compiled(*inputs), before, rtol=0, atol=1e-4)
+
+
 @torch.no_grad()
 def near_4_and_cancelled(model, new, inputs):
     """x is near 4, and the linear bias is about minus the product: what is rounded before it is added is lost."""
