@@ -54,13 +54,13 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-// ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
+// ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py here. ----
 //
 //     x (m, k) --.
 //                 split_rows --> pieces, inverse_scale, threshold    in device memory
 //     W (n, k) --'                  |
 //                                   |  cp.async
-//                      stages, a line of K each                   in shared memory
+//                      stages: one line of each row of a tile     in shared memory
 //                                   |  ldmatrix
 //                      mma.sync -> accumulators -> sums           in registers
 //                                   |
@@ -80,14 +80,14 @@ CUDA_SOURCE = r"""
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
 // sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
-// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` tensor cores multiply fp16 7 or 16
-// times as fast as SGEMM multiplies float32.
+// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` mma.sync multiplies fp16 7 or 16 times as
+// fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
 // in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 numbers
-// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6 = 22944 - 6.398 - 0.002. Of
-// x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
+// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6: hi' is 22944, lo' is -6.398,
+// and 0.002 is lost. Of x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
@@ -99,12 +99,12 @@ CUDA_SOURCE = r"""
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Thresholds. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few
-// bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs by up
-// to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other terms make
-// the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes it in
-// float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest, that
-// takes far longer than SGEMM.)
+// Thresholds. A row's largest value is scaled to below 2^15. Of a value below 2^-2, 2^16 to 2^17 times smaller, lo has
+// too few bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs
+// by up to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other
+// terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes
+// it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest,
+// that takes far longer than SGEMM.)
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -119,7 +119,7 @@ CUDA_SOURCE = r"""
 //     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
 //     is -infinity. Its sums are 0 or not finite, and are not recomputed. (If the other row's threshold is +infinity,
 //     the two add up to NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf.
-//     The norm would make it NaN anyway.)
+//     So would the norm; the gradients are NaN where SGEMM's are infinite.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -129,7 +129,7 @@ CUDA_SOURCE = r"""
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
 // line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits errs by more, so smaller thresholds would do: see Thresholds in hopper/linear_*.py.)
+// 11 bits errs by more, so smaller thresholds would do, as in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -173,14 +173,14 @@ template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, 
     return v;
 }
 static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// fp16 numbers from one row of pieces to the next: a row of k values in whole lines.
+// The fp16 numbers that a row of k values takes: its pieces, rounded up to whole lines.
 static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
     return divide_up(k * pieces, kLineHalves) * kLineHalves;
 }
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
-// inverse are normal numbers. So a `largest` below 2^-112 only gets below 2^14.
+// inverse are normal numbers. So a `largest` below 2^-112 stays below 2^14 when scaled.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -192,8 +192,8 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     to[0] = hi;
     if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
 }
-// Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r, then scales and
-// splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. Between the two steps each of its at most
+// Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r; then it scales
+// and splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. For the second step each of its at most
 // 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values were read
 // twice, the forward would take 2% to 7% longer on an H200.)
 constexpr int kThreadPairs = 16;  // pairs of neighbouring values that a thread keeps in registers
@@ -290,12 +290,13 @@ struct Operand {
 template <bool MN_MAJOR> struct StageCopies {
     static constexpr int kRowStep = kMultiplyThreads / 8;
     const Operand &a, &b;
-    int first_row, first_column, n, lines, stage_row;  // stage_row: the first of this thread's rows of a stage
+    int first_row, first_column, columns, lines;
+    int stage_row = threadIdx.x / 8;  // the first of this thread's rows of a stage
     uint32_t to_stages;  // where this thread's first chunk goes in the first stage
     const __half *from_a, *from_b;
     __device__ __forceinline__ StageCopies(
-        const Operand& a, const Operand& b, int first_row, int first_column, int n, int lines, uint32_t stages)
-        : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
+        const Operand& a, const Operand& b, int first_row, int first_column, int columns, int lines, uint32_t stages)
+        : a(a), b(b), first_row(first_row), first_column(first_column), columns(columns), lines(lines) {
         const int chunk = threadIdx.x % 8;
         to_stages = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
         from_a = a.pieces + (first_row + stage_row) * a.stride + chunk * 8;
@@ -310,11 +311,12 @@ template <bool MN_MAJOR> struct StageCopies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
-            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of which line, rows from stage_row
+            // MN-major: copies line mn_line of the row of B that is mn_row below stage_row.
+            const int mn_line = i / kLineK, mn_row = i % kLineK;
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
-            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
+            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < columns;
             copy_async(to + (kTileRows + i) * kLineBytes, source, exists);
         }
         from_a += kLineHalves;
@@ -330,10 +332,11 @@ template <bool MN_MAJOR> struct StageCopies {
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
 // Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
-// row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
-// and a warp's 64 columns are two lines. to[i] gets hi or lo of 16 columns: those of half i % 2 of line i / 2. A lane
-// starts at chunk c, which is 0 or 1, and wants chunk c + s with an even s. As c + s = c ^ s, this chunk lies at `from`
-// ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs stages that begin at multiples of 128 bytes.
+// row of A or of B (a column of C). MN-major, `quarter` has the same meaning, but is no quarter of a stored line: a row
+// of the stage is 32 columns of one k. So 16 of K are 16 rows, and a warp's 64 columns are two lines. to[i] gets hi or
+// lo of 16 columns: those of half i % 2 of line i / 2. A lane starts at chunk c, which is 0 or 1, and wants chunk c + s
+// with an even s. As c + s = c ^ s, this chunk lies at `from` ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs
+// stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -354,7 +357,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 // Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
 __device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
 __device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, columns). K is `lines` lines. After every `lines_per_restart` lines
 // the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row], where `line` is the
 // first of these lines, and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the
 // epilogue multiplies by the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the
@@ -362,7 +365,7 @@ __device__ __forceinline__ int column_of(int thread_column, int j) { return thre
 // outside C. Four neighbouring lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
     const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
-    int scale_stride, int n, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
+    int scale_stride, int columns, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
@@ -370,18 +373,19 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
     // Blocks compute the tiles of a band, kBandHeight rows of tiles, column by column. So L2 still holds the band's
-    // rows of A, and the column's rows of B, when the next tile needs them.
-    const int tiles_across = int(divide_up(n, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
+    // part of A, and the column's part of B, when the next tile needs them.
+    const int tiles_across = int(divide_up(columns, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
     const int band_tiles = kBandHeight * tiles_across, band_start = blockIdx.x / band_tiles * kBandHeight;
     const int index_in_band = blockIdx.x % band_tiles, band_height = min(kBandHeight, tiles_down - band_start);
     const int first_column = index_in_band / band_height * kTileColumns;
     const int first_row = (band_start + index_in_band % band_height) * kTileRows;
-    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
+    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, columns, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // Also if MN-major, the warp's part of B begins warp_column rows down: its 64 columns are two lines of 32 rows.
+    // MN-major too, the warp's part of B begins warp_column rows of the stage down: 64 columns are two lines of 32 rows
+    // each.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -463,8 +467,8 @@ __device__ __forceinline__ void store_values(
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their threshold. All
-// lanes of a warp must call to_h, as they recompute together.
+// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their limit: their two
+// rows' thresholds added up, scaled as the sum is. All lanes of a warp must call to_h, as they recompute together.
 struct LinearLayer {
     const float *x, *weight, *linear_bias;
     int m, n, k;
@@ -513,7 +517,7 @@ struct LinearLayer {
     }
 };
 
-// ---- Launching the product. A launch_... that the C++ code calls returns a cudaError_t's value. ----
+// ---- Launching the product. Where a launch function returns an int, it is a cudaError_t. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -521,28 +525,30 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     return cudaGetLastError();
 }
 template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
-    const float* inverse_scale, int scale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    const float* inverse_scale, int scale_stride, int columns, int64_t terms, const Epilogue& epilogue,
+    cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(columns, kTileColumns));
     // See Restarts. lines_per_restart divides kLinesPerScale, as the scale may change after these.
-    const int lines = int(stride_of(k, 2) / kLineHalves), lines_per_restart = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    const int lines = int(stride_of(terms, 2) / kLineHalves);
+    const int lines_per_restart = terms < 1024 ? 1 : terms < 4096 ? 2 : 4;
     kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(
-        a, b, inverse_scale, scale_stride, n, lines, lines_per_restart, epilogue);
+        a, b, inverse_scale, scale_stride, columns, lines, lines_per_restart, epilogue);
     return cudaGetLastError();
 }
-// Splits x (m, k) and W, `rows` rows in all. scales_thresholds (2, rows): their inverse_scale, then their threshold.
+// Splits x (m, k) and W, `rows` rows in all. inverse_scales_thresholds (2, rows): their inverse_scale, then threshold.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
-    __half* pieces, float* scales_thresholds, cudaStream_t stream) {
+    __half* pieces, float* inverse_scales_thresholds, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that keep a whole row in registers, or 256
     while (threads < 256 && 2 * kThreadPairs * threads < k) threads *= 2;
     split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(
-        x, w, int(m), int(k), pieces, scales_thresholds, scales_thresholds + rows);
+        x, w, int(m), int(k), pieces, inverse_scales_thresholds, inverse_scales_thresholds + rows);
 }
 
-// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
+// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py here. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
 // every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
@@ -566,7 +572,8 @@ constexpr int kSquareStride = kSquareSide + 1;  // floats from row to row in sha
 constexpr int kSplitGradientThreads = 256;
 // A block reads its square of G (m, n) to shared memory, with zeros outside G. Then every 16 lanes take one row of A
 // after another: 128 values, of which a lane has two neighbours of every 32. They multiply the values by the
-// inverse_scale_b of B's rows, find the largest, and write the pieces, four lines, and the 128's inverse_scale_a.
+// inverse_scale_b of B's rows, find the largest, scale and split them, and write four lines of pieces and one
+// inverse_scale_a.
 __global__ void __launch_bounds__(kSplitGradientThreads)
     split_gradient(const float* __restrict__ g, int m, int n, bool wgrad, const float* __restrict__ inverse_scale_b,
         __half* __restrict__ pieces, float* __restrict__ inverse_scale_a) {
@@ -614,17 +621,17 @@ struct StoreProduct {  // the epilogue of the gradients: stores C as it is
 };
 // Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or x (m, k). The four after `out` are scratch.
 extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
-    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    float* inverse_scale_a, void* pieces_b, float* inverse_scales_thresholds_b, int64_t m, int64_t n, int64_t k,
     cudaStream_t stream) {
     const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
     __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
-    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, scales_thresholds_b, stream);
+    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, inverse_scales_thresholds_b, stream);
     constexpr int kBytes = kSquareSide * kSquareStride * int(sizeof(float));
     const int error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const dim3 blocks(unsigned(divide_up(n, kSquareSide)), unsigned(divide_up(m, kSquareSide)));
     split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
-        g, int(m), int(n), wgrad, scales_thresholds_b, halves_a, inverse_scale_a);
+        g, int(m), int(n), wgrad, inverse_scales_thresholds_b, halves_a, inverse_scale_a);
     const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
     return launch_multiply<true>(a, b, inverse_scale_a, int(rows), int(k), terms, epilogue, stream);
@@ -840,14 +847,14 @@ struct StoreLinear {
     }
 };
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
-    float* scales_thresholds, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    float* inverse_scales_thresholds, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     __half* const halves = static_cast<__half*>(pieces);
-    launch_split<2>(x, weight, m, m + n, k, halves, scales_thresholds, stream);
+    launch_split<2>(x, weight, m, m + n, k, halves, inverse_scales_thresholds, stream);
     const int64_t stride = stride_of(k, 2);
     const Operand a = {halves, int(m), stride}, b = {halves + m * stride, int(n), stride};
     const LinearLayer linear = {
-        x, weight, linear_bias, int(m), int(n), int(k), scales_thresholds, scales_thresholds + m + n};
-    return launch_multiply<false>(a, b, scales_thresholds, 0, int(n), k, StoreLinear{linear, h}, stream);
+        x, weight, linear_bias, int(m), int(n), int(k), inverse_scales_thresholds, inverse_scales_thresholds + m + n};
+    return launch_multiply<false>(a, b, inverse_scales_thresholds, 0, int(n), k, StoreLinear{linear, h}, stream);
 }
 """
 
@@ -877,7 +884,7 @@ at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& w_or_x, 
 
 #ifdef WITH_CUDA
 extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
-    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    float* inverse_scale_a, void* pieces_b, float* inverse_scales_thresholds_b, int64_t m, int64_t n, int64_t k,
     cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
@@ -898,7 +905,7 @@ void check_launch(int error) {
 int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
     return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
 }
-// Checks that the product's kernels can take these sizes. Python decides whether they are worth it (_is_large).
+// Checks what the product's kernels rely on. Python decides what they are given (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0,
         "float32 matrices of 1 to 2^24 - 1 rows and columns");
@@ -912,10 +919,10 @@ at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& w_or_x, 
     const int64_t rows = out.size(0), terms = w_or_x.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
     const at::Tensor inverse_scale_a = at::empty({(terms + 127) / 128, rows}, g.options());
-    const at::Tensor scales_thresholds_b = at::empty({2, terms}, g.options());
-    check_launch(
-        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_w_or_x), floats(out), pieces_a.data_ptr(),
-            floats(inverse_scale_a), pieces_b.data_ptr(), floats(scales_thresholds_b), m, n, k, current_stream()));
+    const at::Tensor inverse_scales_thresholds_b = at::empty({2, terms}, g.options());
+    check_launch(launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_w_or_x), floats(out),
+        pieces_a.data_ptr(), floats(inverse_scale_a), pieces_b.data_ptr(), floats(inverse_scales_thresholds_b), m, n, k,
+        current_stream()));
     return out;
 }
 #endif
@@ -954,8 +961,8 @@ template <typename T> const float* as_floats(const T* values, int64_t n, float* 
 template <typename T>
 void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
     const int64_t n = h.size(1);
-    // The grain is some 16384 features, so that a small h stays with one thread. That is half of ATen's usual 32768,
-    // as a feature takes more work.
+    // The grain is some 16384 values of h, so that a small h stays with one thread. That is half of ATen's usual 32768,
+    // as a value takes more work.
     at::parallel_for(0, n > 0 ? h.size(0) : 0, std::max<int64_t>(1, 16384 / (n + 1)), [&](int64_t begin, int64_t end) {
         constexpr bool kConverts = !std::is_same_v<T, float>;
         std::vector<float> buffer(kConverts ? 2 * n : 0);  // a row of h, then of the output; a row of y
@@ -989,7 +996,7 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
 
 #ifdef WITH_CUDA
 extern "C" int launch_product(const float* x, const float* weight, const float* linear_bias, float* h, void* pieces,
-    float* scales_thresholds, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+    float* inverse_scales_thresholds, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* grad, void* out_or_g, void* grad_y,
     int64_t m, int64_t n, float eps, float truncation, cudaStream_t stream);
 
@@ -999,9 +1006,10 @@ at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const at::
     const at::Tensor aligned_x = aligned(x), aligned_weight = aligned(weight), aligned_bias = aligned(bias);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     check_product(x, m, n, k);
-    const at::Tensor pieces = empty_pieces(m + n, k, 2, x), scales_thresholds = at::empty({2, m + n}, x.options());
+    const at::Tensor pieces = empty_pieces(m + n, k, 2, x);
+    const at::Tensor inverse_scales_thresholds = at::empty({2, m + n}, x.options());
     check_launch(launch_product(floats(aligned_x), floats(aligned_weight), floats(aligned_bias), floats(h),
-        pieces.data_ptr(), floats(scales_thresholds), m, n, k, current_stream()));
+        pieces.data_ptr(), floats(inverse_scales_thresholds), m, n, k, current_stream()));
     return h;
 }
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {

@@ -8,35 +8,37 @@
 The fast path is taken (`_is_supported`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value
 per feature, and there are at most `_MAX_SIZE` features; all are of one dtype, float32, float16 or bfloat16; a group has
 16, 32, 64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast, transforms or tracing, and no
-export to ONNX or for training. Everything else, and whatever needs gradients on a CPU, takes the plain path: the
+export to ONNX or with grad mode on. Everything else, and whatever needs gradients on a CPU, takes the plain path: the
 Model's own lines (on a CPU perhaps in float32: `_is_upcast`). With hooks on the linear layer alone, what follows it is
 still fused if nothing needs gradients.
 
 On a GPU the product x W^T is done in one of three ways:
-  - nn.Linear (cuBLAS) does all 16-bit products, and a float32 one that is too small or has a side above `_MAX_SIZE`
-    (`_is_large`), that no other way makes faster (`_split_pays`), or whose layer is not on the fast path. With grad
-    mode off Python launches it before it checks the rest, so that the GPU starts early.
+  - nn.Linear (cuBLAS) does all 16-bit products, and float32 ones whose size `_is_large` refuses, that no other way
+    makes faster (`_split_pays`), or whose layer is not on the fast path. With grad mode off Python launches it before
+    it checks the rest, so that the GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
     products in place of the float32 one. The result is at least as accurate as cuBLAS's. (Gradients are, too, unless
     features or rows differ by factors above 2^19: see "The gradients dX = G W".)
-  - Where TF32 is allowed, other float32 products with groups of 64 features are done in fp16, if that saves time and no
-    program is exported (`_split_pays`): each number is rounded to fp16, which has TF32's 11 bits, and cuBLAS multiplies
-    these, at twice the rate of TF32.
-If groups have 64 features, the second way's kernel does all that follows the product in its epilogue. After the third
+  - Where TF32 is allowed, other float32 products with groups of 64 features are done in fp16 on the conditions of
+    `_split_pays`: each number is scaled and rounded to fp16, which has TF32's 11 bits, and cuBLAS multiplies these, at
+    twice the rate of TF32.
+If groups have 64 features, the second way's kernel, `multiply`, does all that follows in its epilogue. After the third
 way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `finish_groups` turns h into the output.
 
 In the backward `group_gradients` finds G, the gradient of h, and `add_partials` adds up the gradients of both biases,
-gamma and beta. Then dX = G W and dW = G^T x: large ones by three fp16 products if the forward's was, others by cuBLAS.
+gamma and beta. Then dX = G W and dW = G^T x: large ones by three fp16 products if the forward's product was done so,
+others by cuBLAS.
 
 On a CPU, nn.Linear computes h, and threads finish its groups; float32 groups of 16 only if h is small or large
 (`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups of
 linear_swish_group_norm" in CUDA_SOURCE first. For compute capability 9.0 hopper/linear_swish_group_norm.py is faster.
 
-At the benchmark shape, 32768 x 1024 to 4096, a product is 275 GFLOP; without TF32 three fp16 ones replace it. x, W and
-the output take 0.69 GB; the split reads 0.15 GB and writes 0.15 GB. `python harness.py linear_swish_group_norm
---backward`, H200: float32 2.22 ms, 3.70x eager, with backward 7.59 ms, 3.05x; TF32 allowed (`--precision high`) 0.82
-ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57 ms, 4.9x. Without TF32, GPUs not in `_SPLIT_GPUS`, such as compute
-capability 8.6, get cuBLAS's float32 product. An H200 that was made to do so was 1.43 times as fast as eager.
+At the benchmark shape, x (32768, 1024) and 4096 features, a product is 275 GFLOP; without TF32 three fp16 ones replace
+it. x, W and the output take 0.69 GB; the split reads 0.15 GB and writes 0.15 GB. `python harness.py
+linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x eager, with backward 7.59 ms, 3.05x; TF32 allowed
+(`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57 ms, 4.9x. Without TF32, GPUs not in
+`_SPLIT_GPUS`, such as compute capability 8.6, get cuBLAS's float32 product. An H200 that was made to do so was 1.43
+times as fast as eager.
 """
 
 import contextlib
@@ -55,7 +57,7 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
-// Begin with "The groups of linear_swish_group_norm", the last section. Those before it are the product's.
+// Begin with "The groups of linear_swish_group_norm". The sections before it are the product's.
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
@@ -63,13 +65,13 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-// ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py. ----
+// ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py here. ----
 //
 //     x (m, k) --.
 //                 split_rows --> pieces, inverse_scale, threshold    in device memory
 //     W (n, k) --'                  |
 //                                   |  cp.async
-//                      stages, a line of K each                   in shared memory
+//                      stages: one line of each row of a tile     in shared memory
 //                                   |  ldmatrix
 //                      mma.sync -> accumulators -> sums           in registers
 //                                   |
@@ -89,14 +91,14 @@ CUDA_SOURCE = r"""
 // value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
 // different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
 // sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
-// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` tensor cores multiply fp16 7 or 16
-// times as fast as SGEMM multiplies float32.
+// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` mma.sync multiplies fp16 7 or 16 times as
+// fast as SGEMM multiplies float32.
 //
 // Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
 // its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
 // in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 numbers
-// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6 = 22944 - 6.398 - 0.002. Of
-// x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
+// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6: hi' is 22944, lo' is -6.398,
+// and 0.002 is lost. Of x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
 //
 // Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
@@ -108,12 +110,12 @@ CUDA_SOURCE = r"""
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Thresholds. A row's largest value is scaled to about 2^15. For a value more than 2^17 times smaller, lo has too few
-// bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs by up
-// to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other terms make
-// the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes it in
-// float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest, that
-// takes far longer than SGEMM.)
+// Thresholds. A row's largest value is scaled to below 2^15. Of a value below 2^-2, 2^16 to 2^17 times smaller, lo has
+// too few bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs
+// by up to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other
+// terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes
+// it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest,
+// that takes far longer than SGEMM.)
 //   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
 //     more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -128,7 +130,7 @@ CUDA_SOURCE = r"""
 //     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
 //     is -infinity. Its sums are 0 or not finite, and are not recomputed. (If the other row's threshold is +infinity,
 //     the two add up to NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf.
-//     The norm would make it NaN anyway.)
+//     So would the norm; the gradients are NaN where SGEMM's are infinite.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -137,9 +139,8 @@ CUDA_SOURCE = r"""
 //                | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
 //
 // PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
-// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding then
-// errs by up to 2^-12 of a value anyway, so only values below 2^-14 need count as coarse: see Thresholds in
-// hopper/linear_*.py.)
+// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
+// 11 bits errs by more, so smaller thresholds would do, as in hopper/linear_*.py.)
 //
 // Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
 // or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
@@ -183,14 +184,14 @@ template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, 
     return v;
 }
 static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// fp16 numbers from one row of pieces to the next: a row of k values in whole lines.
+// The fp16 numbers that a row of k values takes: its pieces, rounded up to whole lines.
 static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
     return divide_up(k * pieces, kLineHalves) * kLineHalves;
 }
 __device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
-// inverse are normal numbers. So a `largest` below 2^-112 only gets below 2^14.
+// inverse are normal numbers. So a `largest` below 2^-112 stays below 2^14 when scaled.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -202,8 +203,8 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     to[0] = hi;
     if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
 }
-// Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r, then scales and
-// splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. Between the two steps each of its at most
+// Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r; then it scales
+// and splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. For the second step each of its at most
 // 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values were read
 // twice, the forward would take 2% to 7% longer on an H200.)
 constexpr int kThreadPairs = 16;  // pairs of neighbouring values that a thread keeps in registers
@@ -300,12 +301,13 @@ struct Operand {
 template <bool MN_MAJOR> struct StageCopies {
     static constexpr int kRowStep = kMultiplyThreads / 8;
     const Operand &a, &b;
-    int first_row, first_column, n, lines, stage_row;  // stage_row: the first of this thread's rows of a stage
+    int first_row, first_column, columns, lines;
+    int stage_row = threadIdx.x / 8;  // the first of this thread's rows of a stage
     uint32_t to_stages;  // where this thread's first chunk goes in the first stage
     const __half *from_a, *from_b;
     __device__ __forceinline__ StageCopies(
-        const Operand& a, const Operand& b, int first_row, int first_column, int n, int lines, uint32_t stages)
-        : a(a), b(b), first_row(first_row), first_column(first_column), n(n), lines(lines), stage_row(threadIdx.x / 8) {
+        const Operand& a, const Operand& b, int first_row, int first_column, int columns, int lines, uint32_t stages)
+        : a(a), b(b), first_row(first_row), first_column(first_column), columns(columns), lines(lines) {
         const int chunk = threadIdx.x % 8;
         to_stages = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
         from_a = a.pieces + (first_row + stage_row) * a.stride + chunk * 8;
@@ -320,11 +322,12 @@ template <bool MN_MAJOR> struct StageCopies {
         }
 #pragma unroll
         for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
-            const int mn_line = i / kLineK, mn_row = i % kLineK;  // MN-major: of which line, rows from stage_row
+            // MN-major: copies line mn_line of the row of B that is mn_row below stage_row.
+            const int mn_line = i / kLineK, mn_row = i % kLineK;
             const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
             const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
             const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
-            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < n;
+            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < columns;
             copy_async(to + (kTileRows + i) * kLineBytes, source, exists);
         }
         from_a += kLineHalves;
@@ -340,10 +343,11 @@ template <bool MN_MAJOR> struct StageCopies {
 //     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
 //
 // Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
-// row of A or of B (a column of C). MN-major, a row of the stage is one k: 32 columns of it. So 16 of K are 16 rows,
-// and a warp's 64 columns are two lines. to[i] gets hi or lo of 16 columns: those of half i % 2 of line i / 2. A lane
-// starts at chunk c, which is 0 or 1, and wants chunk c + s with an even s. As c + s = c ^ s, this chunk lies at `from`
-// ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs stages that begin at multiples of 128 bytes.
+// row of A or of B (a column of C). MN-major, `quarter` has the same meaning, but is no quarter of a stored line: a row
+// of the stage is 32 columns of one k. So 16 of K are 16 rows, and a warp's 64 columns are two lines. to[i] gets hi or
+// lo of 16 columns: those of half i % 2 of line i / 2. A lane starts at chunk c, which is 0 or 1, and wants chunk c + s
+// with an even s. As c + s = c ^ s, this chunk lies at `from` ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs
+// stages that begin at multiples of 128 bytes.
 template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
     uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
 #pragma unroll
@@ -364,7 +368,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross
 // Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
 __device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
 __device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, n), and K is `lines` lines. After every `lines_per_restart` lines
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, columns). K is `lines` lines. After every `lines_per_restart` lines
 // the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row], where `line` is the
 // first of these lines, and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the
 // epilogue multiplies by the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the
@@ -372,7 +376,7 @@ __device__ __forceinline__ int column_of(int thread_column, int j) { return thre
 // outside C. Four neighbouring lanes together hold 64 consecutive columns of the same four rows.
 template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
     const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
-    int scale_stride, int n, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
+    int scale_stride, int columns, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ < 800
     __trap();  // there is no cp.async
 #else
@@ -380,18 +384,19 @@ template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMult
     const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
     // Blocks compute the tiles of a band, kBandHeight rows of tiles, column by column. So L2 still holds the band's
-    // rows of A, and the column's rows of B, when the next tile needs them.
-    const int tiles_across = int(divide_up(n, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
+    // part of A, and the column's part of B, when the next tile needs them.
+    const int tiles_across = int(divide_up(columns, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
     const int band_tiles = kBandHeight * tiles_across, band_start = blockIdx.x / band_tiles * kBandHeight;
     const int index_in_band = blockIdx.x % band_tiles, band_height = min(kBandHeight, tiles_down - band_start);
     const int first_column = index_in_band / band_height * kTileColumns;
     const int first_row = (band_start + index_in_band % band_height) * kTileRows;
-    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, n, lines, base);
+    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, columns, lines, base);
     // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
     // K 0..15 first, and lo of K 16..31 later.
     uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
     const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // Also if MN-major, the warp's part of B begins warp_column rows down: its 64 columns are two lines of 32 rows.
+    // MN-major too, the warp's part of B begins warp_column rows of the stage down: 64 columns are two lines of 32 rows
+    // each.
     const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
     const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
     const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
@@ -473,8 +478,8 @@ __device__ __forceinline__ void store_values(
         }
     }
 }
-// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their threshold. All
-// lanes of a warp must call to_h, as they recompute together.
+// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their limit: their two
+// rows' thresholds added up, scaled as the sum is. All lanes of a warp must call to_h, as they recompute together.
 struct LinearLayer {
     const float *x, *weight, *linear_bias;
     int m, n, k;
@@ -523,7 +528,7 @@ struct LinearLayer {
     }
 };
 
-// ---- Launching the product. A launch_... that the C++ code calls returns a cudaError_t's value. ----
+// ---- Launching the product. Where a launch function returns an int, it is a cudaError_t. ----
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
@@ -531,28 +536,30 @@ template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0
     return cudaGetLastError();
 }
 template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
-    const float* inverse_scale, int scale_stride, int n, int64_t k, const Epilogue& epilogue, cudaStream_t stream) {
+    const float* inverse_scale, int scale_stride, int columns, int64_t terms, const Epilogue& epilogue,
+    cudaStream_t stream) {
     constexpr int kBytes = kStages * kStageBytes;
     const auto kernel = multiply<MN_MAJOR, Epilogue>;
     const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
-    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(n, kTileColumns));
+    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(columns, kTileColumns));
     // See Restarts. lines_per_restart divides kLinesPerScale, as the scale may change after these.
-    const int lines = int(stride_of(k, 2) / kLineHalves), lines_per_restart = k < 1024 ? 1 : k < 4096 ? 2 : 4;
+    const int lines = int(stride_of(terms, 2) / kLineHalves);
+    const int lines_per_restart = terms < 1024 ? 1 : terms < 4096 ? 2 : 4;
     kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(
-        a, b, inverse_scale, scale_stride, n, lines, lines_per_restart, epilogue);
+        a, b, inverse_scale, scale_stride, columns, lines, lines_per_restart, epilogue);
     return cudaGetLastError();
 }
-// Splits x (m, k) and W, `rows` rows in all. scales_thresholds (2, rows): their inverse_scale, then their threshold.
+// Splits x (m, k) and W, `rows` rows in all. inverse_scales_thresholds (2, rows): their inverse_scale, then threshold.
 template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
-    __half* pieces, float* scales_thresholds, cudaStream_t stream) {
+    __half* pieces, float* inverse_scales_thresholds, cudaStream_t stream) {
     int threads = 32;  // becomes the fewest that keep a whole row in registers, or 256
     while (threads < 256 && 2 * kThreadPairs * threads < k) threads *= 2;
     split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(
-        x, w, int(m), int(k), pieces, scales_thresholds, scales_thresholds + rows);
+        x, w, int(m), int(k), pieces, inverse_scales_thresholds, inverse_scales_thresholds + rows);
 }
 
-// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py. ----
+// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py here. ----
 //
 // A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
 // every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
@@ -576,7 +583,8 @@ constexpr int kSquareStride = kSquareSide + 1;  // floats from row to row in sha
 constexpr int kSplitGradientThreads = 256;
 // A block reads its square of G (m, n) to shared memory, with zeros outside G. Then every 16 lanes take one row of A
 // after another: 128 values, of which a lane has two neighbours of every 32. They multiply the values by the
-// inverse_scale_b of B's rows, find the largest, and write the pieces, four lines, and the 128's inverse_scale_a.
+// inverse_scale_b of B's rows, find the largest, scale and split them, and write four lines of pieces and one
+// inverse_scale_a.
 __global__ void __launch_bounds__(kSplitGradientThreads)
     split_gradient(const float* __restrict__ g, int m, int n, bool wgrad, const float* __restrict__ inverse_scale_b,
         __half* __restrict__ pieces, float* __restrict__ inverse_scale_a) {
@@ -624,17 +632,17 @@ struct StoreProduct {  // the epilogue of the gradients: stores C as it is
 };
 // Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or x (m, k). The four after `out` are scratch.
 extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
-    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    float* inverse_scale_a, void* pieces_b, float* inverse_scales_thresholds_b, int64_t m, int64_t n, int64_t k,
     cudaStream_t stream) {
     const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
     __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
-    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, scales_thresholds_b, stream);
+    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, inverse_scales_thresholds_b, stream);
     constexpr int kBytes = kSquareSide * kSquareStride * int(sizeof(float));
     const int error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const dim3 blocks(unsigned(divide_up(n, kSquareSide)), unsigned(divide_up(m, kSquareSide)));
     split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
-        g, int(m), int(n), wgrad, scales_thresholds_b, halves_a, inverse_scale_a);
+        g, int(m), int(n), wgrad, inverse_scales_thresholds_b, halves_a, inverse_scale_a);
     const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
     const StoreProduct epilogue = {out, int(rows), int(k)};
     return launch_multiply<true>(a, b, inverse_scale_a, int(rows), int(k), terms, epilogue, stream);
@@ -642,15 +650,15 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 
 // ---- The groups of linear_swish_group_norm ----
 
-// The activation and its derivative. To use another, change these two functions, the lambda in finish_group_cpu (C++),
-// _swish_and_bias in Python, the Model, and the five places that hopper/'s file lists. Importing this file compares the
-// CPU's function with _swish_and_bias for |h| up to 9. harness.py compares the CPU's and the GPU's results with the
-// Model's. The activation's error must be small relative to its value, since a group of small values is divided by its
-// small spread. The slope must be finite for every finite h, as it is multiplied by G_v, which may be 0. Two traps:
-// where the sigmoid is near 0, a large h magnifies its absolute error; and an exp that overflows makes 0 * infinity,
-// NaN. (Mish is h t with n = e^h (e^h + 2) and t = n / (n + 2). Its exp must take h or 20, whichever is less, on the
-// CPU too, and so must the h in its slope, t + h sigmoid(h) (1 - t^2), as 1 - t^2 does not reach 0 in float32. Of NaN
-// both must be NaN: use comparisons, not fminf.)
+// The activation and its derivative. To use another, change `activation` and `activation_slope`, the lambda in
+// finish_group_cpu (C++), _swish_and_bias in Python, the Model, and the five places that hopper/'s file lists.
+// Importing this file compares the CPU's function with _swish_and_bias for |h| up to 9. harness.py compares the CPU's
+// and the GPU's results with the Model's. The activation's error must be small relative to its value, since a group of
+// small values is divided by its small spread. The slope must be finite for every finite h, as it is multiplied by G_v,
+// which may be 0. Two traps: where the sigmoid is near 0, a large h magnifies its absolute error; and an exp that
+// overflows makes 0 * infinity, NaN. (Mish is h t with n = e^h (e^h + 2) and t = n / (n + 2). Its exp must take h or
+// 20, whichever is less, on the CPU too. Its slope is t + h sigmoid(h) (1 - t^2): with rcp.approx t may stay below 1,
+// so there h must be limited, too. Of NaN both must be NaN: use comparisons, not fminf.)
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
 // Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
@@ -781,8 +789,8 @@ template <typename T> __global__ void __launch_bounds__(256)
     }
 }
 
-// The gradients. `grad` is the output's, z = (v - mean) * rstd, and d = grad * gamma is the gradient of z. In each
-// group the gradients of v and h are
+// The gradients. `grad` is the gradient of the output, z = (v - mean) * rstd, and d = grad * gamma is the gradient of
+// z. In each group the gradients of v and h are
 //
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * activation_slope(h)
 //
@@ -804,7 +812,7 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
         return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
     };
     const Pack<T, 4> own_bias = load_pack(bias, 0), own_gamma = load_pack(gamma, 0);
-    float sums[4][4] = {};
+    float sums[4][4] = {};  // of G, G_v, grad z and grad, for each of the lane's four columns
 #pragma unroll 2
     for (int64_t row = first_row + warp; row < min(first_row + kBlockRows, int64_t(m)); row += 8) {
         const Pack<T, 4> own_h = load_pack(h, row), own_grad = load_pack(grad, row);
@@ -829,10 +837,10 @@ template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
-            const float g_h = g_v * activation_slope(float(own_h.value[i]));
-            sums[0][i] += g_h;
+            const float g_i = g_v * activation_slope(float(own_h.value[i]));
+            sums[0][i] += g_i;
             sums[1][i] += g_v;
-            own_g.value[i] = T(g_h);
+            own_g.value[i] = T(g_i);
         }
         if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = own_g;
     }
@@ -865,20 +873,20 @@ template <typename T> __global__ void __launch_bounds__(256)
 // ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
 
 // Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, to `pieces`, for cuBLAS, and the rows'
-// inverse_scale, then their threshold, to `scales_thresholds`.
-extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales_thresholds, int64_t m,
-    int64_t n, int64_t k, cudaStream_t stream) {
-    launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), scales_thresholds, stream);
+// inverse_scale, then their threshold, to `inverse_scales_thresholds`.
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* inverse_scales_thresholds,
+    int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    launch_split<1>(x, weight, m, m + n, k, static_cast<__half*>(pieces), inverse_scales_thresholds, stream);
     return cudaGetLastError();
 }
 // Writes h = x W^T + b if h is not null and, for groups of 64, the network's output if out is not null. `product` is
-// cuBLAS's product of launch_split_hi's pieces, and h may overwrite it. If it is null, this function computes the
-// product.
+// cuBLAS's product of launch_split_hi's pieces, and h may overwrite it. With a null `product` this function computes
+// the product.
 extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
-    float* scales_thresholds, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    float* inverse_scales_thresholds, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
     const LinearLayer linear = {
-        x, weight, linear_bias, int(m), int(n), int(k), scales_thresholds, scales_thresholds + m + n};
+        x, weight, linear_bias, int(m), int(n), int(k), inverse_scales_thresholds, inverse_scales_thresholds + m + n};
     const StoreSwishGroupNorm epilogue = {linear, bias, gamma, beta, h, out, eps};
     if (product != nullptr) {
         const unsigned tiles = unsigned(divide_up(m, kTileRows) * divide_up(n, kTileColumns));
@@ -886,10 +894,10 @@ extern "C" int launch_forward(const float* x, const float* weight, const float* 
         return cudaGetLastError();
     }
     __half* const halves = static_cast<__half*>(pieces);
-    launch_split<2>(x, weight, m, m + n, k, halves, scales_thresholds, stream);
+    launch_split<2>(x, weight, m, m + n, k, halves, inverse_scales_thresholds, stream);
     const int64_t stride = stride_of(k, 2);
     const Operand a = {halves, int(m), stride}, b = {halves + m * stride, int(n), stride};
-    return launch_multiply<false>(a, b, scales_thresholds, 0, int(n), k, epilogue, stream);
+    return launch_multiply<false>(a, b, inverse_scales_thresholds, 0, int(n), k, epilogue, stream);
 }
 // From h (m, n), the linear layer's output: writes the network's output to out.
 extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
@@ -950,7 +958,7 @@ at::Tensor gradient_product_meta(const at::Tensor& g, const at::Tensor& w_or_x, 
 
 #ifdef WITH_CUDA
 extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
-    float* inverse_scale_a, void* pieces_b, float* scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    float* inverse_scale_a, void* pieces_b, float* inverse_scales_thresholds_b, int64_t m, int64_t n, int64_t k,
     cudaStream_t stream);
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
@@ -971,7 +979,7 @@ void check_launch(int error) {
 int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
     return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
 }
-// Checks that the product's kernels can take these sizes. Python decides whether they are worth it (_is_large).
+// Checks what the product's kernels rely on. Python decides what they are given (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
     TORCH_CHECK(x.scalar_type() == at::kFloat && m > 0 && n > 0 && k > 0 && (m | n | k) >> 24 == 0,
         "float32 matrices of 1 to 2^24 - 1 rows and columns");
@@ -985,10 +993,10 @@ at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& w_or_x, 
     const int64_t rows = out.size(0), terms = w_or_x.size(0);
     const at::Tensor pieces_a = empty_pieces(rows, terms, 2, g), pieces_b = empty_pieces(terms, k, 2, g);
     const at::Tensor inverse_scale_a = at::empty({(terms + 127) / 128, rows}, g.options());
-    const at::Tensor scales_thresholds_b = at::empty({2, terms}, g.options());
-    check_launch(
-        launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_w_or_x), floats(out), pieces_a.data_ptr(),
-            floats(inverse_scale_a), pieces_b.data_ptr(), floats(scales_thresholds_b), m, n, k, current_stream()));
+    const at::Tensor inverse_scales_thresholds_b = at::empty({2, terms}, g.options());
+    check_launch(launch_gradient_product(wgrad, floats(aligned_g), floats(aligned_w_or_x), floats(out),
+        pieces_a.data_ptr(), floats(inverse_scale_a), pieces_b.data_ptr(), floats(inverse_scales_thresholds_b), m, n, k,
+        current_stream()));
     return out;
 }
 #endif
@@ -1046,8 +1054,8 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Ten
     const at::Tensor h32 = as_f32(h), bias32 = as_f32(bias), gamma32 = as_f32(gamma), beta32 = as_f32(beta);
     const at::Tensor out = at::empty_like(h32);
     const int64_t width = h.size(1) / groups;
-    // The grain is some 8192 features, so that a small h stays with one thread. That is a quarter of ATen's usual
-    // 32768, as a feature takes more work.
+    // The grain is some 8192 values of h, so that a small h stays with one thread. That is a quarter of ATen's usual
+    // 32768, as a value takes more work.
     at::parallel_for(0, h.size(0) * groups, 8192 / (width + 1) + 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
             const int64_t offset = i * width, feature = i % groups * width;
@@ -1060,11 +1068,11 @@ at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Ten
 }
 
 #ifdef WITH_CUDA
-extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* scales_thresholds, int64_t m,
-    int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* inverse_scales_thresholds,
+    int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int launch_forward(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, const float* product, float* h, float* out, void* pieces,
-    float* scales_thresholds, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
+    float* inverse_scales_thresholds, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
     int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 extern "C" int64_t partials_count(int64_t m);
@@ -1101,14 +1109,15 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
     const at::Tensor aligned_linear_bias = aligned(linear_bias), aligned_bias = aligned(bias);
     const at::Tensor aligned_gamma = aligned(gamma), aligned_beta = aligned(beta);
     const at::Tensor pieces = empty_pieces(m + n, k, tf32 ? 1 : 2, x);
-    const at::Tensor scales_thresholds = at::empty({2, m + n}, x.options());
+    const at::Tensor inverse_scales_thresholds = at::empty({2, m + n}, x.options());
     at::Tensor h;
     if (tf32) {
         check_launch(launch_split_hi(floats(aligned_x), floats(aligned_weight), pieces.data_ptr(),
-            floats(scales_thresholds), m, n, k, current_stream()));
+            floats(inverse_scales_thresholds), m, n, k, current_stream()));
         const at::Tensor x_pieces = pieces.narrow(0, 0, m), weight_pieces = pieces.narrow(0, m, n).t();
-        // Where sums in fp16 are allowed, PyTorch refuses an fp16 product with a float32 result. A compiled program
-        // may come here even so, see `_adds_in_fp16`: TF32 holds the pieces exactly.
+        // Where sums in fp16 are allowed, PyTorch refuses an fp16 product with a float32 result. A program compiled
+        // before that was allowed comes here even so. Then cuBLAS multiplies the pieces as TF32, which holds them
+        // exactly.
         h = at::globalContext().allowFP16AccumulationCuBLAS()
             ? at::mm(x_pieces.to(at::kFloat), weight_pieces.to(at::kFloat))
             : at::mm(x_pieces, weight_pieces, at::kFloat);
@@ -1118,7 +1127,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
     check_launch(launch_forward(floats(aligned_x), floats(aligned_weight), floats(aligned_linear_bias),
         floats(aligned_bias), floats(aligned_gamma), floats(aligned_beta), tf32 ? floats(h) : nullptr,
         stores_h ? floats(h) : nullptr, epilogue_finishes ? floats(out) : nullptr, pieces.data_ptr(),
-        floats(scales_thresholds), m, n, k, float(eps), current_stream()));
+        floats(inverse_scales_thresholds), m, n, k, float(eps), current_stream()));
     return {epilogue_finishes ? out : finish_cuda(h, bias, gamma, beta, groups, eps), returns_h ? h : no_h};
 }
 std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, const at::Tensor& h,
@@ -1267,7 +1276,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
+    """Whether torch.export runs for ONNX, or with grad mode on: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 
@@ -1309,15 +1318,16 @@ def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a floa
 
 
 # What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. PyTorch compiles anew if TF32 is
-# switched, but not if allow_fp16_accumulation is: the operator `forward` then multiplies in another way.
+# switched, but not if allow_fp16_accumulation is: for that forward_cuda has a second way.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _adds_in_fp16._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_swish_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
-# The types that a CPU computes in float32, as it has no instructions for them (bfloat16 only with AVX). From 32 rows on
-# bfloat16 layers are 2 to 4 times as fast then, float16 layers 2 to 9 times, the conversions included.
+# The types that this CPU has no instructions for, so that it computes them in float32 (bfloat16 only with AVX2 or
+# AVX512). From 32 rows on bfloat16 layers are 2 to 4 times as fast then, float16 layers 2 to 9 times, the conversions
+# included.
 _CPU_UPCASTS = set()
 if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_fp16_supported():
     _CPU_UPCASTS.add(torch.float16)
@@ -1325,7 +1335,8 @@ if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get
     _CPU_UPCASTS.add(torch.bfloat16)
 # The GPUs on which three fp16 products on tensor cores, with float32 sums, are faster than SGEMM's float32 product:
 # compute capability 8.0, 9.0, 10.0 and 10.3. There an fp16 product by mma.sync is 16 (8.0) or 7 times as fast as SGEMM.
-# It is 2 to 4 times as fast on 8.6, 8.7, 8.9 and 12.x, which are left out, as is 7.5, for lack of cp.async.
+# On 8.6, 8.7, 8.9 and 12.x it is 2 to 4 times as fast: too little for three. They are left out, as is 7.5, for lack of
+# cp.async.
 _GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
 _SPLIT_GPUS = {gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu) in [(8, 0), (9, 0), (10, 0), (10, 3)]}
 # The GPUs that have TF32. On others PyTorch multiplies in float32 even where TF32 is allowed.
@@ -1370,7 +1381,7 @@ def _gradient_product(g: torch.Tensor, w_or_x: torch.Tensor, wgrad: bool, by_pie
     """dX = G W or, if wgrad, dW = G^T x, where G is the gradient of h."""
     (m, n), k = g.shape, w_or_x.shape[1]
     large = _is_large(n, k, m) if wgrad else _is_large(m, k, n)
-    if large and by_pieces and not torch.is_grad_enabled():  # else by what PyTorch can differentiate
+    if large and by_pieces and not torch.is_grad_enabled():  # mm does what will be differentiated again
         return _operators.gradient_product(g, w_or_x, wgrad)
     return g.t().mm(w_or_x) if wgrad else g.mm(w_or_x)
 
@@ -1402,11 +1413,12 @@ def _swish_and_bias(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def _finish_plainly(norm, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """What follows the linear layer, by the Model's operators."""
+    """What follows the linear layer, by the Model's own lines."""
     return norm(_swish_and_bias(h, bias))
 
 
 def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
+    """The same, of tensors in place of the module."""
     return nn.functional.group_norm(_swish_and_bias(h, bias), groups, gamma, beta, eps)
 
 
@@ -1445,7 +1457,7 @@ def _is_supported(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor, n: int) 
 
 
 def _finish(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """What follows the linear layer."""
+    """What follows the linear layer: by the operator `finish` if it may be used, else plainly."""
     if isinstance(h, torch.Tensor) and _is_supported(norm, bias, h, h.shape[-1]):
         vectors = bias, norm.weight, norm.bias
         if not _is_recorded(h, *vectors):
@@ -1457,14 +1469,14 @@ class LinearSwishGroupNorm(torch.autograd.Function):
     """The whole network, on a GPU. For second derivatives PyTorch differentiates the Model's lines."""
 
     @staticmethod
-    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, fused, tf32):
-        if fused:
+    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, split, tf32):
+        if split:
             out, h = _operators.forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
         else:
             h = nn.functional.linear(x, weight, linear_bias)
             out = _operators.finish(h, bias, gamma, beta, groups, eps)
         ctx.save_for_backward(x, weight, linear_bias, bias, gamma, beta, h)
-        ctx.groups, ctx.eps, ctx.by_pieces = groups, eps, fused and not tf32
+        ctx.groups, ctx.eps, ctx.by_pieces = groups, eps, split and not tf32
         return out
 
     @staticmethod
@@ -1509,15 +1521,15 @@ class ModelNew(nn.Module):
         # The cheapest test comes first: a small layer that our kernels do not take costs little more than the Model's.
         if type(norm) is nn.GroupNorm and norm.num_channels // norm.num_groups not in _GROUP_SIZES:
             return _finish_plainly(norm, bias, linear(x))
-        fused = _is_large_layer(linear, x) and _split_pays(norm, x, linear.weight)
-        # With grad mode off, a product that is not fused is launched first, and the rest is checked in the last line.
-        checked_first = fused or (torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda)
+        split = _is_large_layer(linear, x) and _split_pays(norm, x, linear.weight)
+        # With grad mode off, a product that is not split is launched first, and the rest is checked in the last line.
+        checked_first = split or (torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda)
         if checked_first and _is_supported(norm, bias, x, len(linear.weight)):
             tensors = x, linear.weight, linear.bias, bias, norm.weight, norm.bias
             settings = norm.num_groups, norm.eps
             if _is_recorded(*tensors) and x.shape[0] > 0:
-                return LinearSwishGroupNorm.apply(*tensors, *settings, fused, _allows_tf32())
-            if fused:
+                return LinearSwishGroupNorm.apply(*tensors, *settings, split, _allows_tf32())
+            if split:
                 return _operators.forward(*tensors, *settings, _allows_tf32(), False)[0]
         if _is_upcast(linear, x) and _is_supported(norm, bias, x, len(linear.weight)):
             h = nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float())
