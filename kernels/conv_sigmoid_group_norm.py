@@ -7,11 +7,11 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 
 `ModelNew.forward` chooses between our kernels and PyTorch's own by `_are_unchanged` (layers without hooks, stride 1, no
 padding, dilation 1, groups 1, eps >= 1e-6), `_eager_is_faster` and `fits`. Our kernels take x and W that are
-contiguous, and bias and scale of shape (out_channels, 1, 1):
+contiguous (see _is_nchw), and bias and scale of shape (out_channels, 1, 1):
 
     NVIDIA GPU      float32, float16, bfloat16, autocast; gradients or none; tested from compute capability 7.5 on.
-                    Where tiles get few values (images below about 12 x 12 pixels, 4 output channels or fewer) only
-                    up to 512 tiles (under torch.compile: any)
+                    Where a tile of 16384 values gets under 5000 on average (if our kernels convolve, under 5000 +
+                    128 in_channels), as in small images or few channels, up to 512 tiles (torch.compile: any)
     CPU, float32    without gradients; images of 128 pixels or more (under torch.compile: any)
     CPU, 16 bits    without gradients; types that the CPU has no instructions for: we compute in float32. Images of
                     128 pixels or more, or x.numel() * W.numel() >= 2^19 (under torch.compile: any)
@@ -21,30 +21,31 @@ Everything else runs PyTorch's operators. If gradients are wanted in a 16-bit ty
 we run them in float32, unless converting costs more than it saves: x has fewer than 2048 values, or its images are
 below the limits above.
 
-On a GPU `_convolves` decides who convolves, on a CPU the C++ function `direct_is_faster`. Our kernels do if W is 3x3 or
-1x1 and has at most 32 input channels, or 16 if x has a 16-bit type. Otherwise cuDNN computes conv2d(x, W) and, in
-training, x's and W's gradients; our kernels read conv2d(x, W) and do the rest.
+On a GPU `_convolves` decides who convolves: our kernels, if W is 3x3 or 1x1 and has at most 32 input channels, or 16 if
+x has a 16-bit type; otherwise cuDNN computes conv2d(x, W) and, in training, x's and W's gradients, and our kernels read
+conv2d(x, W) and do the rest. On a CPU the C++ function `direct_is_faster` decides.
 
-The forward keeps v in registers and writes its output once. It reads cuDNN's result once or, if it convolves, x: 1.2
-times, as neighbouring tiles share borders, and again for each further 32 output channels. If a sample has more tiles
-than can run at once, there are two launches, and both read this. Compiled for compute capability 8.0, 9.0, 10.0 or
-10.3, our kernels convolve with tensor cores, which are much faster there than FMA instructions, and in float32 as
-accurate. For other GPUs, whose tensor cores gain too little, they use FMA instructions. Second derivatives are
-PyTorch's. If gradients are wanted, the forward saves its input, the parameters, mean (as two floats) and rstd. The
-backward computes h again, or reads cuDNN's result. Where our kernels convolve, they also compute x's gradient, if W is
-3x3 and has at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels give the same bits
-each time; cuDNN's may not, and use TF32 for float32 unless torch.backends.cudnn.allow_tf32 is False.
+The forward keeps v in registers and writes its output once. It reads cuDNN's result once. If it convolves, it reads x
+1.2 times (1x1: once), as neighbouring tiles share borders, and again for each further 32 output channels. If a sample
+has more tiles than can run at once, there are two launches, and each of them reads all that. Compiled for compute
+capability 8.0, 9.0, 10.0 or 10.3, our kernels convolve with tensor cores, which are much faster there than FMA
+instructions, and in float32 as accurate. For other GPUs, whose tensor cores gain too little, they use FMA instructions.
+Second derivatives are PyTorch's. If gradients are wanted, the forward saves its input, the parameters, mean (as two
+floats) and rstd. The backward computes h again, or reads cuDNN's result. Where our kernels convolve, they also compute
+x's gradient, if W is 3x3 and has at least 4 input channels. cuDNN computes W's gradient, and x's elsewhere. Our kernels
+give the same bits each time; cuDNN's may not, and use TF32 for float32 unless torch.backends.cudnn.allow_tf32 is False.
 
-Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. An H200
-takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as fast as
-eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
+Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB in float32, 38.1 GFLOP to convolve. An
+H200 takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype float32,bfloat16` (in brackets: times as
+fast as eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
     float32                       1.135 ms (5.20x, 2.93x)     7.161 ms (2.58x, 1.90x)
     float32, compiled for 8.0     1.141 ms (5.17x)            7.164 ms (2.58x)
     bfloat16                      0.776 ms (6.87x, 3.56x)     4.446 ms (2.84x, 1.79x)
 
-Two cores of a CPU take some 2.4 ms (2.31x, 1.79x; a disturbed run) for 4 samples of 128 x 128, forward in float32.
+Two cores of a CPU take some 2.4 ms (2.31x, 1.79x; other programs ran, too) for 4 samples of 128 x 128, forward in
+float32.
 """
 
 import contextlib
@@ -114,13 +115,13 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
-//           copy its x to shared memory (a stage ahead; FMA in float32: only stage 0)      (copy_x)
+//           copy its x to shared memory (a stage ahead; FMA in float32: only stage 0 ahead)  (copy_x)
 //           load its weights to shared memory (if they stay there: for the first tile)     (load_weights)
 //           wait for x and convert it (FMA in float32: only wait)                          (convert_x)
 //           values += the stage's products, in registers                                   (convolve_stage)
 //       with tensor cores, or for x's gradient: convolve again if a value may be wrong     (recompute_in_float)
 //       add the biases and, in the forward, compute v                                      (add_bias_and_activate)
-//       add up what the statistics need                                                    (sum_values, sum_gradients)
+//       add up the tile's values v, or in the backward g and g (v - mean)                  (sum_values, sum_gradients)
 //       publish these sums: write them to global memory, add 1 to the sample's counter     (publish)
 //       start to copy the next tile's x                                                    (copy_x)
 //       wait until the counter says that all tiles of the sample are published             (await_sample)
@@ -129,9 +130,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // The gradient of x has no sums, and does not wait. The backward reads g, the gradient of out, twice, before and after
 // the wait; h (in the forward v) stays in registers. In each launch a block reads each tile's x once, with the border
-// that the convolution needs (recompute_in_float reads it again). A launch that computes the output writes each tile's
-// once. Tiles of other output channels read the same x. The backward also writes each tile's part of dbeta and dgamma,
-// in `publish`, and of dbias and dscale, in `write_bias_scale_sums`. PyTorch adds up the parts.
+// that the convolution needs (recompute_in_float reads it again). A launch that computes the output writes it once.
+// Tiles of other output channels read the same x. The backward also writes each tile's part of dbeta and dgamma, in
+// `publish`, and of dbias and dscale, in `write_bias_scale_sums`. PyTorch adds up the parts.
 //
 //                forward                                        backward                                  gradient of x
 //   registers    h = conv(x) + both biases, v = activation(z)   h = conv(x) + both biases                 dx = conv(dh)
@@ -144,7 +145,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // the code's `x` is dh, and its `out_channels` are x's channels.
 //
 // If in_channels is 0, the forward and the backward do not convolve: each thread loads its values of conv(x), which
-// PyTorch has computed. `_convolves`, in Python, decides so for W neither 3x3 nor 1x1, or of many input channels.
+// PyTorch has computed. `_convolves`, in Python, decides so if W is neither 3x3 nor 1x1, or has many input channels.
 //
 // Waiting cannot deadlock if (1) all blocks run at once, which a cooperative launch guarantees, and (2) the grid has at
 // least as many blocks as a sample has tiles. Block b takes the tiles b, b + grid, b + 2 grid and so on, in this order:
@@ -157,9 +158,9 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 // Two blocks share a multiprocessor: while one waits or stores, the other convolves. In three cases there is only one,
 // which is slower, but correct: (1) the gradient of x without tensor cores, which keeps two sets of sums in registers,
-// see `convolve_stage`; (2) float32 on 8.0 (or 8.7, if compiled for 8.0), 3x3 to at most 16 channels, such as the
-// benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3) float32, 3x3 or at most 16 channels, on 8.6, 8.9 or
-// 12.x, if compiled for 8.0: a block takes 55 KiB or more, of 100.
+// see `convolve_stage`; (2) float32 on 8.0 (or 8.7, if compiled for 8.0), 3x3 and at most 16 output channels, such as
+// the benchmark's dx: a block takes 86 of 164 KiB of shared memory; (3) float32, 3x3 or at most 16 output channels, on
+// 8.6, 8.9 or 12.x, if compiled for 8.0: a block takes 55 KiB or more, of 100.
 //
 // A thread has 64 values of h. Without tensor cores these are 16 pixels in each of four channels. A warp has four
 // channels of 16 rows, and all of its lanes have the same channels. Each lane has four rows of two pairs of columns:
@@ -205,7 +206,7 @@ constexpr int kMaxTileChannels = 32;                            // output channe
 constexpr int kMaxStageChannels = 8;                            // input channels; two taps of 8 are mma's k, 16
 constexpr int kMaxTaps = 9;                                     // of a 3x3 kernel; a tap is one of its positions
 constexpr int kMaxStages = 16;                                  // with more, weights do not stay in shared memory
-constexpr int kMinTilesToStagger = 16;                          // a block's least tiles for the kernel's delay
+constexpr int kMinTilesToStagger = 16;                          // tiles per block; with fewer no block is delayed
 constexpr int kTileColumns = 32;                                // pixel columns of a tile
 constexpr int kPairStride = kTileColumns / kPairs;              // columns from one of a thread's pairs to the next
 // Pixels from one line to the next in shared memory. A line is the part of a row of x that the tile needs: the tile's
@@ -230,8 +231,8 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     // If in_channels is 0, x is the convolution's output without its bias, of the shape of `out`.
     const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
-    unsigned* counters;  // (samples, kCounterStride): tiles that have published; zeros before the launch
-    double2* group_sums;  // (samples, groups, max_group_tiles, pixel_tiles): the two published sums
+    unsigned* counters;  // (samples, kCounterStride): a row's first counts published tiles; zeros before the launch
+    double2* group_sums;  // (samples, groups, max_group_tiles, pixel_tiles): the two published sums; see add_up_sample
     void* out;  // of T; in the backward dh, of dh_type
     const void* g;  // of T: the gradient of out
     double* parameter_sums;  // (samples, pixel_tiles, 4, out_channels): partial sums of dbeta, dgamma, dbias, dscale
@@ -247,7 +248,7 @@ struct Arguments {  // T, here and below, is the type of x and the parameters
     int lines;  // of each channel of x in shared memory
     int sample_tiles, all_tiles;  // tiles of a sample, of all samples
     int max_group_tiles;  // channel tiles that have channels of one group, at most
-    int x_floats;  // of shared memory for a stage's x, or for the row buffer in which write_rows arranges the output
+    int x_floats;  // of stage_x, whose memory is also the row buffer in which write_rows arranges the output
     int weight_floats;  // of shared memory for a stage's weights
     int stages;
     // Whether all stages' weights stay in shared memory for all tiles. If not, each stage of each tile loads its own.
@@ -293,7 +294,7 @@ struct Shared {
     ChannelParameters parameters[kMaxTileChannels];
     int tap_offsets[kMaxTaps + 1];  // see `convolve_mma`
     float largest[kWarps];  // of a warp's values, in prescale_for
-    float weight_inverse_scales[kMaxStages];  // `inverse_scale` of each stage's weights in shared memory, see Pieces
+    float weight_inverse_prescales[kMaxStages];  // of each stage's weights in shared memory, see Pieces
     bool completes_sample;  // whether the tile that this block has published was its sample's last
     Tile tiles[2];  // this one and the next
 };
@@ -354,6 +355,7 @@ struct OutputMap {
         return i / (2 * kPairs) * pitch + i / 2 % kPairs * kPairStride + i % 2;
     }
 };
+// PACK neighbours in memory, loaded or stored by one instruction.
 template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
 template <int PACK, typename T>
 __device__ __forceinline__ void load_packs(const T* from, const OutputMap& map, unsigned mask, int begin, Chunk& to) {
@@ -405,25 +407,25 @@ __device__ __forceinline__ void store_pixels(T* to, const OutputMap& map, int o,
 //
 // A float16 is a multiple of 2^-24, and below 2^16. So convert_x first multiplies the x of each stage of a tile by a
 // power of two, the prescale: it brings the largest |x|, if that is 2^-113 or more, to [2^13, 2^14). load_weights does
-// the same with each stage's weights. Both functions return the inverse of their prescale, `inverse_scale`. (It has
-// nothing to do with the network's `scale`.) The kernel gives convolve_stage the product of the two, also called
-// `inverse_scale`: x w = `inverse_scale` (scaled x) (scaled w).
+// the same with each stage's weights. Both functions return the inverse of their prescale, `inverse_prescale`. The
+// kernel gives convolve_stage the product of the two, also called `inverse_prescale`: x w = `inverse_prescale` (scaled
+// x) (scaled w).
 //
 // A product of scaled numbers has two errors. One is relative, below 2^-21: leaving out lo lo' costs up to 2^-22, and
 // each lo 2^-23, because u - hi has up to 12 bits and lo keeps 11. For random numbers its median is 2^-25. (Rounding a
 // product to float32 costs up to 2^-24.) The other is absolute: lo is rounded to a multiple of 2^-24, an error of up to
 // 2^-25. For a scaled number below 2^-2 this is more than the relative error of its lo. Multiplied by the other factor,
 // which is below 2^14, it is up to 2^-11 per product. So a stage of 8 channels and 9 taps adds to h an error of at most
-// 72 * 2^-11 < 0.04 times `inverse_scale`; with random numbers at most about 0.001 times `inverse_scale`. Where this
-// might change z, `recompute_in_float` convolves again.
+// 72 * 2^-11 < 0.04 times `inverse_prescale`; with random numbers at most about 0.001 times that. Where this might
+// change z, `recompute_in_float` convolves again.
 
 __device__ __forceinline__ int channels_of_stage(const Arguments& p, int first_in_channel) {
     return min(p.stage_channels, p.in_channels - first_in_channel);
 }
 
-// By a block. A pack is PACK neighbouring columns. Distributes the packs of `channels` channels among the threads, and
-// calls use(channel, line, column) for each pack of this thread. In copy_x and convert_x a thread has the same packs:
-// it reads only what it copied itself, so no __syncthreads is needed in between.
+// By a block. A pack is here PACK neighbouring columns. Distributes the packs of `channels` channels among the threads,
+// and calls use(channel, line, column) for each pack of this thread. In copy_x and convert_x a thread has the same
+// packs: it reads only what it copied itself, so no __syncthreads is needed in between.
 template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
     constexpr int kPacks3x3 = (kTileColumns + 2) / PACK, kPacks1x1 = kTileColumns / PACK;  // constants divide fast
@@ -458,12 +460,12 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
     const T* const image =
         static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first_in_channel) * plane;
     const int channels = channels_of_stage(p, first_in_channel);
-    for_each_pack<PACK>(p, kTensorCores ? 1 : channels, [&](int first_channel, int line, int column) {
+    for_each_pack<PACK>(p, kTensorCores ? 1 : channels, [&](int first_in_stage, int line, int column) {
         const int row = tile.row - p.pad + line, image_column = tile.column - p.pad + column;
         const bool inside = unsigned(row) < unsigned(p.height) && unsigned(image_column) < unsigned(p.width);
 #pragma unroll
         for (int i = 0; i < kCallChannels; ++i) {
-            const int channel = first_channel + i;
+            const int channel = first_in_stage + i;
             if (channel >= channels) break;
             const T* const source = inside ? image + channel * plane + row * p.width + image_column : image;
             T* const target = to + (channel * p.lines + line) * kPitch + column;
@@ -477,10 +479,10 @@ __device__ __forceinline__ void copy_packs(const Arguments& p, const Tile& tile,
 template <typename T> using Piece = std::conditional_t<sizeof(T) == 2, T, __half>;
 template <typename T> constexpr int kPieces = sizeof(T) / 2;
 
-// By a block, with tensor cores: from each thread's largest value, which must not be negative, computes the prescale,
-// see Pieces. It is at most 2^126, so that its inverse, `inverse_scale`, is a normal number. If a value is infinite, it
-// is NaN. Contains a __syncthreads, and needs one before a second call.
-__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& inverse_scale) {
+// By a block, with tensor cores: from each thread's `largest`, its largest |value|, computes the prescale, see Pieces.
+// It is at most 2^126, so that its inverse, `inverse_prescale`, is a normal number. If a value is infinite, it is NaN.
+// Contains a __syncthreads, and needs one before a second call.
+__device__ __forceinline__ float prescale_for(float largest, Shared& shared, float& inverse_prescale) {
 #if __CUDA_ARCH__ >= 800  // of numbers that are not negative the largest has the largest bits
     largest = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
 #endif
@@ -489,7 +491,7 @@ __device__ __forceinline__ float prescale_for(float largest, Shared& shared, flo
     for (int warp = 0; warp < kWarps; ++warp) largest = fmaxf(largest, shared.largest[warp]);
     constexpr unsigned kOne = 127, kInfinite = 255, kLeast = 14;  // exponents in a float's bits, of 1, infinity, 2^-113
     const unsigned exponent = max(__float_as_uint(largest) >> 23, kLeast);
-    inverse_scale = __uint_as_float((exponent - 13) << 23);
+    inverse_prescale = __uint_as_float((exponent - 13) << 23);
     return exponent < kInfinite ? __uint_as_float((kOne + 13 - exponent + kOne) << 23) : NAN;
 }
 __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
@@ -498,14 +500,14 @@ __device__ __forceinline__ void split(float v, __half& hi, __half& lo) {
 }
 // By a block: each thread waits for its own cp.async copies. Without tensor cores, float32 values stay where they are,
 // and 16-bit values are stored to stage_x as floats. With tensor cores the thread stores the channels of each pixel
-// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `inverse_scale`, see Pieces.
+// side by side: 16-bit values as they are, float32 values as two pieces. Returns x's `inverse_prescale`, see Pieces.
 // Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, int PACK>
 __device__ __forceinline__ float convert_packs(
     const Arguments& p, int first_in_channel, const T* copied_x, float* stage_x, Shared& shared) {
     __pipeline_wait_prior(0);
     const int channels = channels_of_stage(p, first_in_channel), channel_pixels = p.lines * kPitch;
-    float inverse_scale = 1;
+    float inverse_prescale = 1;
     if constexpr (kTensorCores) {
         const auto load = [&](int c, int pixel) {
             return c < channels ? *reinterpret_cast<const Pack<T, PACK>*>(copied_x + c * channel_pixels + pixel)
@@ -522,7 +524,7 @@ __device__ __forceinline__ float convert_packs(
                     for (int i = 0; i < PACK; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
                 }
             });
-            prescale = prescale_for(largest, shared, inverse_scale);
+            prescale = prescale_for(largest, shared, inverse_prescale);
         }
         for_each_pack<PACK>(p, 1, [&](int, int line, int column) {
             const int pixel = line * kPitch + column;
@@ -550,7 +552,7 @@ __device__ __forceinline__ float convert_packs(
             for (int i = 0; i < PACK; ++i) stage_x[pixel + i] = float(copied_x[pixel + i]);
         });
     }
-    return inverse_scale;
+    return inverse_prescale;
 }
 // copy_x and convert_x take pairs of columns if the width is even: then all pairs are aligned, as x is aligned to 16
 // bytes and p.pad is 0 or 2.
@@ -587,15 +589,15 @@ __device__ __forceinline__ void load_parameters(const Arguments& p, int first_ch
 }
 // By a block, for a tile whose first output channel is `first_channel`: loads the weights of a stage's input channels,
 // from `first_in_channel` on, as (in_channel, tap, out_channel) or, with tensor cores, as `convolve_mma` reads them.
-// Returns the weights' `inverse_scale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
+// Returns the weights' `inverse_prescale`, see Pieces. Contains a __syncthreads if kTensorCores and T is float.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ float load_weights(
     const Arguments& p, int first_channel, int first_in_channel, float* to, Shared& shared) {
     const int taps = p.kernel_size * p.kernel_size, channels = channels_of_stage(p, first_in_channel);
-    float inverse_scale = 1;
+    float inverse_prescale = 1;
     if constexpr (kTensorCores) {
-        const int k_steps = (taps + 1) / 2, weight_pairs = p.tile_channels / 16 * k_steps * 128;
-        // Pair i is a register of operand A, see `convolve_mma`: weights of input channels lane % 4 * 2 + k, for k = 0
+        const int k_steps = (taps + 1) / 2, weight_registers = p.tile_channels / 16 * k_steps * 128;
+        // Register i of operand A, see `convolve_mma`, has two weights: of input channels lane % 4 * 2 + k, for k = 0
         // and 1. i = ((set * k_steps + k_step) * 32 + lane) * 4 + register, where a set is 16 output channels.
         const auto load = [&](int i, int k) {
             const int lane = i / 4 % 32, tap = i / 128 % k_steps * 2 + i / 2 % 2;
@@ -606,11 +608,11 @@ __device__ __forceinline__ float load_weights(
         float prescale = 1;
         if constexpr (kPieces<T> == 2) {
             float largest = 0;
-            for (int i = int(read_thread()); i < 2 * weight_pairs; i += kThreads)
+            for (int i = int(read_thread()); i < 2 * weight_registers; i += kThreads)
                 largest = fmaxf(largest, fabsf(load(i / 2, i % 2)));
-            prescale = prescale_for(largest, shared, inverse_scale);
+            prescale = prescale_for(largest, shared, inverse_prescale);
         }
-        for (int i = int(read_thread()); i < weight_pairs; i += kThreads) {
+        for (int i = int(read_thread()); i < weight_registers; i += kThreads) {
             const int index = i / 128 * 128 * kPieces<T> + i % 128;
             Pack<Piece<T>, 2> pieces[kPieces<T>];
 #pragma unroll
@@ -627,7 +629,7 @@ __device__ __forceinline__ float load_weights(
             to[i] = weight_of<T, DIRECTION>(p, first_channel + i % p.tile_channels, first_in_channel + in_channel, tap);
         }
     }
-    return inverse_scale;
+    return inverse_prescale;
 }
 
 // By a thread, without tensor cores: adds the products of `channels` input channels to `acc`. x points to the input
@@ -698,11 +700,11 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 }
 // By a warp, with tensor cores: adds the products of one stage's input channels to `acc`, as `convolve_fma` does. A
 // k-step is two taps of kMaxStageChannels channels: mma's k = 16. In each the warp loads the weights of its 16 output
-// channels from shared memory, 16 bytes a lane and piece. Then, for every 8 pixels, it loads x by ldmatrix and
-// multiplies. Tensor cores multiply 16-bit numbers exactly, and add the products in float32, but truncate the sums. In
-// 16 bits truncating matters less than rounding the output, so `products` starts as `acc`, and mma adds to it. In
-// float32 it starts at zero in each k-step: mma adds the two products that contain a lo, then hi hi', and fmaf adds
-// `products` to `acc`, with rounding.
+// channels from shared memory, 16 bytes a lane and piece. Then, for every 8 pixels (in 16 bits 16), it loads x by
+// ldmatrix and multiplies. Tensor cores multiply 16-bit numbers exactly, and add the products in float32, but truncate
+// the sums. In 16 bits truncating matters less than rounding the output, so `products` starts as `acc`, and mma adds to
+// it. In float32 it starts at zero in each k-step: mma adds the two products that contain a lo, then hi hi', and fmaf
+// adds `products` to `acc`, with rounding.
 //
 //     x              (piece, line, column, channel): 16 bytes are the kMaxStageChannels channels of a pixel
 //     weights        (set of 16 output channels, k-step, piece, lane, register, 2): 16 bytes are a lane's operand A
@@ -712,7 +714,7 @@ template <typename T> __device__ __forceinline__ void mma(float (&d)[4], uint4 a
 // input channels lane % 4 * 2 and the next one.
 template <typename T>
 __device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, const uint4* weights,
-    const int* tap_offsets, float inverse_scale, ThreadTile& acc) {
+    const int* tap_offsets, float inverse_prescale, ThreadTile& acc) {
     constexpr bool kSplit = kPieces<T> == 2;
     const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, lane = read_thread() % 32;
     // ldmatrix loads four matrices. 0 and 1 are x's hi at the k-step's two taps, of eight pixels. 2 and 3 are x's lo
@@ -756,29 +758,29 @@ __device__ __forceinline__ void convolve_mma(const Arguments& p, uint32_t x, con
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     float& total = acc[i / 2][2 * (first + f) + i % 2];
-                    total = kSplit ? fmaf(products[f][i], inverse_scale, total) : products[f][i];
+                    total = kSplit ? fmaf(products[f][i], inverse_prescale, total) : products[f][i];
                 }
             }
         }
     }
 }
-// By a thread, after the convolution: recomputes all of the thread's values from global memory in float32, if
-// - one of them is not finite. Then the exact value may yet be finite:
+// By a thread, after the convolution: convolves its values again in float32, with x and W from global memory, if
+// - one of them is not finite. The exact value may be finite or, in the second case, infinite where this one is NaN:
 //       in float32 with tensor cores prescale_for is NaN for an infinite x or weight, and multiplies the whole stage;
 //       in 16 bits an infinite x is multiplied by 0, the weight of a tap that does not exist (9 taps are 5 steps);
 //       in the gradient of x, of any type, an infinite weight is multiplied by a zero around dh.
 //   This function multiplies nothing outside x, and no tap that does not exist.
-// - they may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `inverse_scale` the largest of
-//   the tile's stages. Recompute if inverse_scale s > kMaxInverseScale. At this limit a stage makes an error of z = h
-//   scale of at most 0.04 kMaxInverseScale < 2^-23 (see Pieces), with random numbers 2^-29; there are at most four
-//   stages. float32 itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is at most 1. It
-//   is exceeded only if max|x| max|weight| s > 2^26 kMaxInverseScale = 2^7. Inputs of order 1 stay far below. 12-bit
-//   pixels that are not normalized can exceed it; they are correct, but slow. The gradient of x is not checked: a
-//   stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
-constexpr float kMaxInverseScale = 1.0f / (1 << 19);
+// - the values may be inaccurate, in float32 with tensor cores. Let s = max(|scale|, 1), and `inverse_prescale` the
+//   largest of the tile's stages. Recompute if inverse_prescale s > kMaxInversePrescale. At this limit a stage makes an
+//   error of z = h scale of at most 0.04 kMaxInversePrescale < 2^-23 (see Pieces), with random numbers 2^-29; there are
+//   at most four stages. float32 itself rounds a z of 1 by up to 2^-24. The limit suits any activation whose slope is
+//   at most 1. It is exceeded only if max|x| max|weight| s > 2^26 kMaxInversePrescale = 2^7. Inputs of order 1 stay far
+//   below. 12-bit pixels that are not normalized can exceed it; they are correct, but slow. The gradient of x is not
+//   checked: a stage's error is at most 2^-30 of its largest |dh| times its largest |weight|.
+constexpr float kMaxInversePrescale = 1.0f / (1 << 19);
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void recompute_in_float(
-    const Arguments& p, const Tile& tile, const Shared& shared, float inverse_scale, ThreadTile& values) {
+    const Arguments& p, const Tile& tile, const Shared& shared, float inverse_prescale, ThreadTile& values) {
     constexpr bool kIsInputGradient = DIRECTION == kInputGradient;
     const ThreadOrigin origin(p);
     float nan_probe[4] = {};  // 0, or NaN if a value is not finite. Four sums: no fmaf waits for the one before it
@@ -790,7 +792,7 @@ __device__ __forceinline__ void recompute_in_float(
 #pragma unroll
         for (int o = 0; o < kThreadChannels; ++o) {
             const float scale = fmaxf(fabsf(shared.parameters[origin.channel + o * kChannelStride].scale), 1.0f);
-            usable &= inverse_scale * scale <= kMaxInverseScale;
+            usable &= inverse_prescale * scale <= kMaxInversePrescale;
         }
     }
     if (usable) return;
@@ -828,13 +830,13 @@ __device__ __forceinline__ void recompute_in_float(
 // to `values`.
 template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void convolve_stage(const Arguments& p, const float* stage_x, const float* weights,
-    const Shared& shared, int first_in_channel, float inverse_scale, ThreadTile& values) {
+    const Shared& shared, int first_in_channel, float inverse_prescale, ThreadTile& values) {
     const ThreadOrigin origin(p);
     if constexpr (kTensorCores) {
         const int k_steps = (p.kernel_size * p.kernel_size + 1) / 2, uint4s_per_set = k_steps * kPieces<T> * 32;
         const auto* const warp_weights = reinterpret_cast<const uint4*>(weights) + origin.channel / 16 * uint4s_per_set;
         const uint32_t warp_x = uint32_t(__cvta_generic_to_shared(stage_x)) + origin.row * kPitch * 16;
-        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, inverse_scale, values);
+        convolve_mma<T>(p, warp_x, warp_weights + read_thread() % 32, shared.tap_offsets, inverse_prescale, values);
     } else {
         const float* const thread_x = stage_x + origin.row * kPitch + origin.column;
         const float* const thread_weights = weights + origin.channel;
@@ -932,7 +934,8 @@ __device__ __forceinline__ double& parameter_sum(const Arguments& p, const Tile&
     return p.parameter_sums[(row * 4 + which) * p.out_channels + tile.first_channel + c];
 }
 
-// By the first warp: writes the tile's sums to global memory, and adds 1 to the sample's counter.
+// By the first warp: writes the tile's sums to global memory, and adds 1 to the sample's counter. In kSumsOnly sets
+// completes_sample.
 template <Direction DIRECTION>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread(), channels = min(p.tile_channels, p.out_channels - tile.first_channel);
@@ -950,8 +953,8 @@ __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Sh
         shared.channel_totals[lane] = totals;
     }
     __syncwarp();
-    // Each lane takes a group, and adds up its channels in this tile. `group_tile` is the tile's index among the tiles
-    // of the group.
+    // Each lane takes a group, and adds up its channels in this tile. `group_tile` is the index of the tile's channels
+    // among the channel tiles of the group.
     const int group = tile.first_group + lane, first_channel = group * p.group_channels;
     if (first_channel < tile.first_channel + channels) {
         double2 totals = {};
@@ -1004,7 +1007,8 @@ __device__ __forceinline__ double2 add_up_group(const Arguments& p, int sample, 
     return totals;
 }
 // By a block, in the first of two launches, when all tiles of the sample are published: writes each group's totals over
-// its first sums, for the second launch. So the time does not grow with the square of the sample's tiles.
+// its first sums. Else each tile of the second launch would add up all of them: time would grow with the square of the
+// tiles.
 __device__ __forceinline__ void add_up_sample(const Arguments& p, int sample) {
     for (int group = read_thread() / 32; group < p.groups; group += kWarps) {
         const double2 totals = add_up_group(p, sample, group);
@@ -1012,8 +1016,8 @@ __device__ __forceinline__ void add_up_sample(const Arguments& p, int sample) {
     }
 }
 
-// By a block, a warp per group of the tile: adds up the group's published sums, and from their means computes its
-// channels' OutputCoefficients. The forward also writes the group's Statistics.
+// By a block, a warp per group of the tile: adds up the group's published sums, and from their means computes the
+// OutputCoefficients of the group's channels. The forward also writes the group's Statistics.
 template <Direction DIRECTION>
 __device__ __forceinline__ void compute_coefficients(const Arguments& p, const Tile& tile, Shared& shared) {
     const int lane = read_thread() % 32, end = min(tile.first_channel + p.tile_channels, p.out_channels);
@@ -1022,15 +1026,15 @@ __device__ __forceinline__ void compute_coefficients(const Arguments& p, const T
         if (first_channel >= end) return;
         const double2 totals =
             p.mode == kFused ? add_up_group(p, tile.sample, group) : __ldcg(group_sums_of(p, tile.sample, group, 0));
-        const double mean_of_first = totals.x * p.inverse_count, mean_of_second = totals.y * p.inverse_count;
+        const double first_mean = totals.x * p.inverse_count, second_mean = totals.y * p.inverse_count;
         Statistics& stored = p.statistics[int64_t(tile.sample) * p.groups + group];
         Statistics statistics;
         if (DIRECTION == kBackward) {
             statistics = stored;
         } else {
-            const double variance = mean_of_second - mean_of_first * mean_of_first;
-            statistics.mean = float(mean_of_first);
-            statistics.mean_lo = float(mean_of_first - statistics.mean);
+            const double variance = second_mean - first_mean * first_mean;
+            statistics.mean = float(first_mean);
+            statistics.mean_lo = float(first_mean - statistics.mean);
             statistics.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
             // The group's other channel tiles write the same values.
             if (lane == 0 && tile.pixel_tile == 0) stored = statistics;
@@ -1040,12 +1044,12 @@ __device__ __forceinline__ void compute_coefficients(const Arguments& p, const T
             const ChannelParameters parameters = shared.parameters[out_channel - tile.first_channel];
             OutputCoefficients& coefficients = shared.coefficients[out_channel - tile.first_channel];
             if (DIRECTION == kBackward) {
-                const double v_factor = mean_of_second * statistics.rstd;
-                const float shift = float(mean_of_first - statistics.mean_lo * v_factor);
+                const double v_factor = second_mean * statistics.rstd;
+                const float shift = float(first_mean - statistics.mean_lo * v_factor);
                 coefficients = {statistics.mean, parameters.gamma, shift, float(v_factor), statistics.rstd};
             } else {
                 const float factor = parameters.gamma * statistics.rstd;
-                // An infinite gamma rstd gives NaN, as in ATen.
+                // An infinite gamma rstd gives NaN, as in PyTorch.
                 const float shift = isfinite(factor) ? parameters.beta - statistics.mean_lo * factor : NAN;
                 coefficients = {statistics.mean, factor, shift};
             }
@@ -1179,8 +1183,7 @@ __device__ __forceinline__ void write_output(
     }
 }
 
-// By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0. The
-// sums of g (v - mean) do not use `add`: only their additions among lanes are compensated.
+// By a warp: adds up g and g (v - mean) of its channels. Both are 0 outside the output, where g is loaded as 0.
 template <typename T>
 __device__ __forceinline__ void sum_gradients(
     const Arguments& p, const Tile& tile, const ThreadTile& h, const OutputMap& map, Shared& shared) {
@@ -1312,7 +1315,7 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
         const Tile& tile = shared.tiles[current];
         Tile& next = shared.tiles[current ^ 1];
         ThreadTile values = {};  // conv(x); then, from add_bias_and_activate on, h or, in the forward, v
-        float largest_inverse_scale = 0;  // of the tile's stages
+        float largest_inverse_prescale = 0;  // of the tile's stages
         const bool loads_weights = !p.keeps_weights || tile.number == int(blockIdx.x);
         if (!p.keeps_weights) __syncthreads();  // other warps may still read the previous tile's parameters
         if (loads_weights && DIRECTION != kInputGradient) load_parameters<T>(p, tile.first_channel, shared);
@@ -1324,23 +1327,23 @@ __global__ void __launch_bounds__(kThreads, !kTensorCores && DIRECTION == kInput
             if (stage > 0) __syncthreads();  // warps may still read what is overwritten now
             if (stage > 0 && !kConvertsX) copy_x<T>(p, tile, first_in_channel, copied_x);
             if (loads_weights) {
-                shared.weight_inverse_scales[slot] =
+                shared.weight_inverse_prescales[slot] =
                     load_weights<T, DIRECTION>(p, tile.first_channel, first_in_channel, stage_weights, shared);
                 if (kTensorCores && kPieces<T> == 2) __syncthreads();  // load_weights and convert_x use shared.largest
             }
-            const float inverse_scale =
-                shared.weight_inverse_scales[slot] * convert_x<T>(p, first_in_channel, copied_x, stage_x, shared);
-            largest_inverse_scale = fmaxf(largest_inverse_scale, inverse_scale);
+            const float inverse_prescale =
+                shared.weight_inverse_prescales[slot] * convert_x<T>(p, first_in_channel, copied_x, stage_x, shared);
+            largest_inverse_prescale = fmaxf(largest_inverse_prescale, inverse_prescale);
             if (next_in_channel < p.in_channels && kConvertsX) copy_x<T>(p, tile, next_in_channel, copied_x);
             __syncthreads();
-            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in_channel, inverse_scale, values);
+            convolve_stage<T, DIRECTION>(p, stage_x, stage_weights, shared, first_in_channel, inverse_prescale, values);
         }
         if (read_thread() == 0) next.set(p, tile.number + gridDim.x);
         if (DIRECTION != kInputGradient && p.stages == 0) {
             load_convolved<T>(p, tile, values);
             __syncthreads();  // for the parameters
         } else if constexpr (kTensorCores || DIRECTION == kInputGradient) {
-            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_inverse_scale, values);
+            recompute_in_float<T, DIRECTION>(p, tile, shared, largest_inverse_prescale, values);
         }
         if (DIRECTION == kInputGradient) {
             __syncthreads();
@@ -1431,10 +1434,11 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     const auto set_stage = [&](int stage_channels) {
         p.stage_channels = stage_channels;
         const int channel_pixels = p.lines * kPitch, taps = p.kernel_size * p.kernel_size, k_steps = (taps + 1) / 2;
-        const int piece_floats = kMaxStageChannels * kPieces<T> / 2;  // of a pixel or tap; a float holds two pieces
+        // Of all 8 channels' pieces, two in a float: x's at a pixel, or an output channel's weights at a tap.
+        const int pieces_floats = kMaxStageChannels * kPieces<T> / 2;
         p.x_floats =
-            tensor_cores ? std::max(channel_pixels * piece_floats, kRowBufferFloats) : channel_pixels * stage_channels;
-        p.weight_floats = p.tile_channels * (tensor_cores ? k_steps * 2 * piece_floats : taps * stage_channels);
+            tensor_cores ? std::max(channel_pixels * pieces_floats, kRowBufferFloats) : channel_pixels * stage_channels;
+        p.weight_floats = p.tile_channels * (tensor_cores ? k_steps * 2 * pieces_floats : taps * stage_channels);
         const int copied_values = tensor_cores || sizeof(T) == 2 ? stage_channels * channel_pixels : 0;  // kConvertsX
         return 4 * (p.x_floats + p.weight_floats) + copied_values * int(sizeof(T));
     };
@@ -1459,9 +1463,9 @@ template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p
     RETURN_ERROR_OF(cudaMemsetAsync(p.counters, 0, counter_bytes(p), stream));
     if (grid >= p.sample_tiles) {
         // In round n each block computes its n-th tile. In a grid of whole samples, one round computes all tiles of a
-        // sample. In other grids a sample may begin in one round and end in the next: blocks of the first wait for the
-        // second, and the kernel takes 1.03 times as long. So the grid is of whole samples, if that leaves out at most
-        // 1/8 of the blocks.
+        // sample. In other grids a sample may begin in one round and end in the next: its first tiles wait for the
+        // second round, and the kernel takes 1.03 times as long. So the grid is of whole samples, if that leaves out at
+        // most 1/8 of the blocks.
         const int whole_samples_grid = grid / p.sample_tiles * p.sample_tiles;
         if (8 * whole_samples_grid >= 7 * grid) grid = whole_samples_grid;
         p.mode = kFused;
@@ -1547,17 +1551,17 @@ Outputs forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 // x's row length: its pixel (row, column) is at index row * width + column. Each value is a sum of terms; a term is a
 // weight times the x that lies term_offsets[term] from the pixel. So a band is one long row. It is cut into tiles,
 // which are not CUDA_SOURCE's: kTilePixels pixels of the four channels. A slice is the fewest channels that are whole
-// groups and whole sets of four. If there are many slices, a thread takes a slice through all steps; otherwise all
-// bands come first, then all channels.
+// groups and whole channel tiles, of four. If there are many slices, a thread takes a slice through all steps;
+// otherwise all bands come first, then all channels.
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     conv_out of 3 x 3      0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, of the band's 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32;
-// a loaded value of x is used in four products. The thread also prefetches the cache lines of `out` that its band will
-// fill: that makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes
-// the activation, adds up values and squares in double, and copies the band to `out`. Later normalize_channels reads
-// and writes `out`.
+// a loaded value of x is used in four products. The thread also prefetches `out`, about where its band will go: that
+// makes the whole 1.1 times as fast. Then, while the band is in the first-level cache, the thread computes the
+// activation, adds up values and squares in double, and copies the band to `out`. Later normalize_channels reads and
+// writes `out`.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1569,10 +1573,10 @@ using Vector = float __attribute__((vector_size(4 * kLanes), aligned(4), may_ali
 constexpr int kTileChannels = 4;
 constexpr int kTileVectors = kLanes == 16 ? 6 : 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
-constexpr int64_t kBandPixels = 1024;        // per channel (one row, if that has more): 4 KiB of values
+constexpr int64_t kBandPixels = 1024;  // per channel, at most (or one row, if longer): 4 KiB of values
 constexpr int64_t kMaxSumTerms = 72;  // 8 channels of 3x3; longer sums are split, because rounding errors grow
 constexpr int64_t kMaxTerms = 160;  // terms of a value; with more, PyTorch's convolution is as fast
-constexpr int64_t kGrain = 32768;  // values per thread; with fewer, another thread does not pay (measured)
+constexpr int64_t kGrain = 32768;  // least values per thread: for fewer, another thread does not pay (measured)
 constexpr int64_t kCacheLineFloats = 16;  // of 64 bytes
 constexpr size_t kMmapThreshold = 32 << 20;  // glibc's largest threshold: malloc maps a larger block anew each time
 
@@ -1696,7 +1700,7 @@ struct ConvolutionData {
     int64_t bands = at::divup(out_height, band_rows);
     int64_t channel_tiles = at::divup(out_channels, kTileChannels);  // of a sample, 4 channels each
     int64_t group_channels = out_channels / groups;
-    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // whole groups and whole tiles
+    int64_t slice_channels = std::lcm(group_channels, int64_t(kTileChannels));  // whole groups and whole channel tiles
     int64_t slices = at::divup(out_channels, slice_channels);  // of a sample
     Tensor output = at::empty({samples, out_channels, out_height, out_width}, input.options());
     const float* x = input.const_data_ptr<float>();
@@ -1780,9 +1784,9 @@ struct DirectConvolution : ConvolutionData {
             if (i == begin || i % group_channels == 0) {
                 sums = Sums();
                 for (int64_t k = 0; k < sums_per_group; ++k) {
-                    const Sums& band = band_sums[i / group_channels * sums_per_group + k];
-                    sums.values += band.values;
-                    sums.squares += band.squares;
+                    const Sums& sums_of_band = band_sums[i / group_channels * sums_per_group + k];
+                    sums.values += sums_of_band.values;
+                    sums.squares += sums_of_band.squares;
                 }
             }
             const double mean = sums.values / count;
@@ -1792,7 +1796,8 @@ struct DirectConvolution : ConvolutionData {
         }
     }
 
-    // Both steps for a slice (whole groups and whole tiles), by one thread: its core's cache may hold the values.
+    // Both steps for a slice (whole groups and whole channel tiles), by one thread: its core's cache may hold the
+    // values.
     void compute_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, out_channels);
@@ -1932,17 +1937,17 @@ Gradients backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList para
     const Tensor dh = at::empty(grad.sizes(), grad.options().dtype(dtype));
     parameter_grads.copy_(
         call_kernel(x, parameters, statistics, dh, 0, grad).sum(at::IntArrayRef{0}, false, at::kDouble));
-    if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, parameter_grads, grad_weight};  // dh is dx
+    if (parameters[kWeight].numel() == 0) return {needs_x ? dh : dx, parameter_grads, grad_weight};  // x is conv(x)
     const Tensor weight = parameters[kWeight].to(dtype).contiguous();
-    const bool aten_computes_dx = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // as fast as we are there
-    if (needs_x && !aten_computes_dx) {
+    const bool pytorch_computes_dx = needs_x && (weight.size(2) != 3 || weight.size(1) < 4);  // as fast as we are there
+    if (needs_x && !pytorch_computes_dx) {
         dx = at::empty(x.sizes(), dh.options());
         input_gradient(dh, weight, dx);
     }
-    if (aten_computes_dx || needs_weight) {
+    if (pytorch_computes_dx || needs_weight) {
         const auto conv_grads = at::convolution_backward(dh, x.to(dtype), weight, at::nullopt, {1, 1}, {0, 0}, {1, 1},
-            false, {0, 0}, 1, {aten_computes_dx, needs_weight, false});
-        if (aten_computes_dx) dx = std::get<0>(conv_grads);
+            false, {0, 0}, 1, {pytorch_computes_dx, needs_weight, false});
+        if (pytorch_computes_dx) dx = std::get<0>(conv_grads);
         if (needs_weight) grad_weight.copy_(std::get<1>(conv_grads));
     }
     return {dx, parameter_grads, grad_weight};
@@ -2120,7 +2125,7 @@ with torch._subclasses.fake_tensor.unset_fake_temporarily():  # also where the f
     _check_activation()
 
 
-def _normalise(v: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+def _normalize(v: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     # nn.functional's raises the Model's error for one sample with one value per group, but takes 4 us longer.
     group_norm = nn.functional.group_norm if v.numel() == groups else torch.group_norm
     return group_norm(v, groups, gamma, beta, eps)
@@ -2129,7 +2134,7 @@ def _normalise(v: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, groups:
 def _functional(x, weight, conv_bias, bias, scale, gamma, beta, groups: int, eps: float) -> torch.Tensor:
     """The Model's lines, as a function of its tensors."""
     # No variable keeps the convolution's output: `_activate` frees it.
-    return _normalise(_activate(torch.conv2d(x, weight, conv_bias), bias, scale), gamma, beta, groups, eps)
+    return _normalize(_activate(torch.conv2d(x, weight, conv_bias), bias, scale), gamma, beta, groups, eps)
 
 
 def _is_nchw(t: torch.Tensor) -> bool:
@@ -2235,7 +2240,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
                 tensors = [t.view_as(t) for t in tensors]
                 x, weight, conv_bias, bias, scale, gamma, beta = tensors
                 conv_out = torch.conv2d(x, weight, conv_bias) if weight.numel() > 0 else x + conv_bias.view(-1, 1, 1)
-                out = _normalise(_activate(conv_out, bias, scale), gamma, beta, ctx.groups, ctx.eps)
+                out = _normalize(_activate(conv_out, bias, scale), gamma, beta, ctx.groups, ctx.eps)
                 wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
                 grads = iter(torch.autograd.grad(out, wanted, grad, create_graph=differentiable))
             return None, None, *(next(grads) if need else None for need in needs)
@@ -2270,9 +2275,9 @@ def _are_unchanged(conv: nn.Module, norm: nn.Module) -> bool:
 
 
 def _tiles_are_underfilled(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a tile of the output on a GPU would have so few values that PyTorch is faster: at 4 x 4 pixels by 10
-    times. A tile takes as long however few values it has. The limits were measured at random shapes. Up to 512 tiles
-    take no longer than their launch."""
+    """Whether on a GPU the output has more than 512 tiles, and they so few values that PyTorch is faster: at 4 x 4
+    pixels by 10 times. A tile takes as long however few values it has. The limits were measured at random shapes. Up to
+    512 tiles take no longer than their launch."""
     if not isinstance(weight, torch.Tensor) or weight.dim() != 4:
         return False
     (samples, _, height, width), (out_channels, in_channels, kernel_height, kernel_width) = x.shape, weight.shape
@@ -2285,12 +2290,12 @@ def _tiles_are_underfilled(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _eager_is_faster(tensors: tuple) -> bool:
     """Whether to skip `fits`, which takes some time itself.
 
-    On a GPU eager is faster if the output's tiles are underfilled. On a CPU in float32 it is faster below 128 pixels,
-    where `fits` takes longer than our kernels save, and if gradients are wanted, which our kernels do not compute. In
-    other types it is faster if images are too few and small for converting to pay.
+    On a GPU eager is faster if the output's tiles are many and underfilled. On a CPU in float32 it is faster below 128
+    pixels, where `fits` takes longer than our kernels save, and if gradients are wanted, which our kernels do not
+    compute. In other types it is faster if images are too few and small for converting to pay.
     """
     x, weight = tensors[0], tensors[1]
-    # Compiled code may be for any size. On a CPU the operator itself then decides, by direct_is_faster.
+    # Compiled code may be for any size. On a CPU the operator itself chooses anyway, by direct_is_faster.
     if type(x) is not torch.Tensor or torch.compiler.is_compiling() or x.dim() != 4:
         return False
     if x.is_cuda:

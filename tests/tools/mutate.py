@@ -72,7 +72,7 @@ KERNELS = [
     (SWISH, "v.dim() != 1 or v.shape[0] != n for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "not _is_unchanged(norm, nn.GroupNorm) or", "", "dropin"),
     (CONV, "== ((1, 1), (0, 0), (1, 1), 1)", "== (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
-    (CONV, "_normalise(_activate(conv_out", "_normalise(_activate(conv_out.tanh()", "gradients"),
+    (CONV, "_normalize(_activate(conv_out", "_normalize(_activate(conv_out.tanh()", "gradients"),
     (CONV, "not _is_nchw(x) or not _is_nchw(weight)", "not _is_nchw(x)", "forward"),
     (CONV, "v, groups, parameters[kGamma],", "v, groups, parameters[kBias].flatten(),", "convolution_on_cpu"),
     (CONV, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
