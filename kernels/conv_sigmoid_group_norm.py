@@ -115,13 +115,13 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //
 //   for each of its tiles
 //       for each stage (at most 8 input channels)
-//           copy its x to shared memory (a stage ahead; FMA in float32: only stage 0 ahead)  (copy_x)
+//           copy its x to shared memory (a stage ahead; float32 FMA: only stage 0 ahead)   (copy_x)
 //           load its weights to shared memory (if they stay there: for the first tile)     (load_weights)
 //           wait for x and convert it (FMA in float32: only wait)                          (convert_x)
 //           values += the stage's products, in registers                                   (convolve_stage)
 //       with tensor cores, or for x's gradient: convolve again if a value may be wrong     (recompute_in_float)
 //       add the biases and, in the forward, compute v                                      (add_bias_and_activate)
-//       add up the tile's values v, or in the backward g and g (v - mean)                  (sum_values, sum_gradients)
+//       add up the tile's v and v^2 or, in the backward, g and g (v - mean)                (sum_values, sum_gradients)
 //       publish these sums: write them to global memory, add 1 to the sample's counter     (publish)
 //       start to copy the next tile's x                                                    (copy_x)
 //       wait until the counter says that all tiles of the sample are published             (await_sample)

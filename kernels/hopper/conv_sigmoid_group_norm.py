@@ -252,8 +252,8 @@ template <typename T, bool FORWARD> struct ConvConfig {
         "the consumers take the registers that the others give");
 };
 
-// A group's statistics, of v. The exact mean is stored as two floats, mean + mean_error: some 48 bits together.
-struct alignas(16) Statistics { float mean, mean_error, rstd, unused; };
+// A group's statistics, of v. The mean is stored as two floats, mean + mean_correction: some 48 bits together.
+struct alignas(16) Statistics { float mean, mean_correction, rstd, unused; };
 // What write_and_reduce finds for a band of a channel: the sums of grad and of grad * (v - mean), and two maxima.
 struct alignas(16) BandReductions { float grad_sum, product_sum, max_grad, max_slope; };  // of |grad| and of dv/dz
 
@@ -1357,8 +1357,8 @@ __global__ void __launch_bounds__(32 * kMaxOutChannels)
     }
     const double grad_sum = sum_of_lanes(lane_sums.grad, 32);
     const double product_sum = sum_of_lanes(lane_sums.product, 32);
-    // The bands subtracted `mean`; the exact mean is mean + mean_error. NaN where grad is not finite, as in ATen.
-    const double exact_product_sum = isfinite(grad_sum) ? product_sum - group.mean_error * grad_sum : NAN;
+    // The bands subtracted `mean`; mean + mean_correction is more exact. NaN where grad is not finite, as in ATen.
+    const double exact_product_sum = isfinite(grad_sum) ? product_sum - group.mean_correction * grad_sum : NAN;
     sums[warp] = {grad_sum, exact_product_sum * group.rstd};
     maxima[warp][0] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(lane_grad)));
     maxima[warp][1] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(lane_slope)));
@@ -1374,7 +1374,7 @@ __global__ void __launch_bounds__(32 * kMaxOutChannels)
     }
     const double group_values = double(p.group_channels) * p.rows * p.columns;
     grad_per_v *= group.rstd / group_values;
-    grad_mean = isfinite(grad_per_v) ? grad_mean / group_values - group.mean_error * grad_per_v : NAN;
+    grad_mean = isfinite(grad_per_v) ? grad_mean / group_values - group.mean_correction * grad_per_v : NAN;
     const float gamma = value_of<T>(p.gamma, c), scale = value_of<T>(p.scale, c);
     const float max_q_per_slope =
         fabsf(gamma) * maxima[own][0] + fabsf(float(grad_mean)) + (kVMax - kVMin) * fabsf(float(grad_per_v));

@@ -9,12 +9,13 @@ The Model's unsqueezes make of each row an image of one channel and 1 x F pixels
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-There are two paths, and ModelNew._run chooses one. The fast path is the operator below. It takes plain tensors of
+There are two paths, and ModelNew._run chooses one. The fast path is the operators below. It takes plain tensors of
 float32, float16 or bfloat16, all 2-D but the bias; y of h's shape; F a multiple of 8 and with gradients at most 8192;
-products of 2^30 multiplications and 1 MiB of output or more, no size below 128, rows of whole 16 bytes
-(`_product_fits`); no hooks, autocast or transforms. Float32 products run on the fp16 tensor cores: as three products
-with the accuracy of float32 or, where TF32 is allowed, as one. Those of 16-bit types are cuBLAS's. The plain path is
-the Model's own layers. Read the table of roles first, then Thresholds, then `sum_products`.
+products of 2^30 multiplications and 1 MiB of output or more, sizes from 128 to 2^24 - 1, rows of whole 16 bytes
+(`_product_fits`; with gradients in float32 also W of 2^16 values or more); no hooks, autocast or transforms. Float32
+products run on the fp16 tensor cores: as three products with the accuracy of float32 or, where TF32 is allowed, as one.
+Those of 16-bit types are cuBLAS's. The plain path is the Model's own layers. Read the table of roles first, then
+Thresholds, then `sum_products`.
 
 At the benchmark shape, 1024 x 8192 to 8192, the product is 137 GFLOP, done three times in fp16: 0.55 ms at 750 TFLOP/s,
 about cuBLAS's rate in fp16. Before it, split_rows reads 0.3 GB of x and W and writes 0.3 GB of pieces. `python
@@ -75,8 +76,9 @@ template <int N> __device__ __forceinline__ void raise_registers_to() {
 template <int N> __device__ __forceinline__ void lower_registers_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
-// Call wgmma_fence before a warpgroup's first wgmma, and again after other code has written its accumulators.
-// wgmma_commit ends a group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups are unfinished.
+// Call wgmma_fence before a warpgroup's first wgmma, and again after other code has written its accumulators. (One call
+// more does no harm.) wgmma_commit ends a group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups
+// are unfinished.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
@@ -95,7 +97,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // is v - hi rounded to fp16. For v in [1, 2), say, |lo| <= 2^-11, and fp16 numbers below that are at most 2^-22 apart.
 // So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v| (small v: Thresholds). Of the four products in
 //
-//     v v' = hi hi' + hi lo' + lo hi' + lo lo'
+//     v v' = hi hi' + hi lo' + lo hi' + lo lo'    (but for the rounding of lo and lo')
 //
 // the tensor cores compute the first three. The sum is then multiplied by the inverse scales of both rows. The last
 // term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each. Together the error of one product v
@@ -110,7 +112,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
-// OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
+// OneProduct<T, T>: 16-bit T, in linear_swish_group_norm alone. TMA reads the operands as they are; no scales.
 //
 // The pieces of a row are stored in slices of 64 numbers, 128 bytes: hi and lo (or hi alone) of kSliceK values.
 //
@@ -122,7 +124,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     warpgroup   role        waits for       does                                                      signals
 //     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
-//     0 and 1     consumers   stage_full[s]   each multiplies its half of x's rows by all of W's        stage_empty[s]
+//     0 and 1     consumers   stage_full[s]   each multiplies its half of the tile's rows of x          stage_empty[s]
+//                                             by all its rows of W
 //                             slot_empty[t]   each stores its sums, 64 x 64 at a time, to slot t        slot_full[t]
 //     2           finisher    slot_full[t]    loads the sums of slot t to registers                     slot_empty[t]
 //                                             multiplies them by the inverse scales, stores the epilogue's output
@@ -146,12 +149,12 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     2^-25 is more if the value is below 2^-2 (hi alone: 2^-14). Such values, unless they are 0, are called coarse.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
-//   - A sum is allowed an error of 2^-24 of itself, as in float32 (hi alone: 2^-11, as in TF32). If |sum| is at least
-//     c * 2^14 (hi alone: c * 2), that is at least c * 2^-10, so the coarse values do no harm.
+//   - A sum is allowed an error of 2^-24 of itself, as in float32 (hi alone: 2^-11, as in TF32). If |sum| is at least c
+//     * 2^14 (hi alone: c * 2), this allowed error is at least c * 2^-10, so the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores 2^14 (or 2) times that number as the row's threshold. If
 //     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. With normally
 //     distributed operands these are some three of 10^6 sums at K = 8192, and fewer at smaller K. (An estimate: there
-//     the density of scaled sums is 0.4 / 2^31.5 at 0, and a row has 0.3 coarse values: 0.8 * 0.6 * 2^14 / 2^31.5.)
+//     the density of scaled sums is 0.4 / 2^31.5 at 0, and a row has 0.3 coarse values: 2 * 0.4 / 2^31.5 * 0.6 * 2^14.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
@@ -165,9 +168,9 @@ struct ThreeProducts {
     using SlotValue = float;
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kSliceK = kSliceNumbers / kPieces;  // values in a slice
-    static constexpr int kTileRows = 128;  // of x
+    static constexpr int kTileRows = 128;  // of operand a: in the forward x
     // Of 32 KiB: a slice of 128 rows of each operand. The loop over the stages is unrolled, which saves 1 to 4% of the
-    // time. So a tile takes a multiple of four slices of each row. TMA fills those beyond the end of K with zeros.
+    // time. So a tile takes a multiple of four slices of each row. TMA fills slices beyond the end of K with zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarseBelow = 0x1p-2f;  // see Thresholds
@@ -202,7 +205,7 @@ constexpr float kLargestInverseScale = 0x1p60f;
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the scale that brings `largest` to [2^14, 2^15). (Bits 23 to 30 of a float32 are its exponent plus
 // 127.) The result is 126 at most, so that the scale and its inverse are normal numbers. So a largest value below
-// 2^-112 stays below 2^14: the least float32, 2^-149, becomes 2^-23.
+// 2^-112 stays below 2^14: the smallest positive float32, 2^-149, becomes 2^-23.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -238,8 +241,8 @@ __device__ __forceinline__ float reduce_threads(float v, int threads, Op op, flo
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the slice and, if
-// kPieces is 2, their lo to the same slice, kSliceK numbers on.
+// Splits COUNT (4 or 8) neighbouring scaled values of a row, from index k on. `row` is the row's pieces. Stores hi to
+// the slice and, if kPieces is 2, lo to the same slice, kSliceK numbers on.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kSliceK = Scheme::kSliceK;
@@ -260,9 +263,9 @@ struct RowScale {
     // The exponent of the scale: inverse_scale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(inverse_scale) >> 23); }
 };
-// In the backward the exponent of a scale is a sum or a difference of other exponents. It is between -252 and 252 = 126
-// + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
-// exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
+// In the backward the exponent of a scale is a sum or a difference of other exponents, from -252 to 252 = 126 + 126.
+// (Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent.) A difference
+// below -252 is raised to it: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
 struct RowsToSplit {  // what split_rows reads and writes
     const float* values;
@@ -349,12 +352,12 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
     operand.scales[row] = result;
 }
 
-// Starts a copy by TMA: the box at (x, y, z) of the map's tensor, to shared memory. `bar` counts its bytes.
-__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
+// Starts a copy by TMA: the box at (c0, c1, c2) of the map's tensor, to shared memory. `bar` counts its bytes.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int c0, int c1, int c2, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
         :
-        : "r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
+        : "r"(shared_address(to)), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(shared_address(bar))
         : "memory");
 }
 // d = a * b^T + (accumulate ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
@@ -390,9 +393,9 @@ template <class Scheme> struct MultiplyShared {
     uint64_t slot_full[Scheme::kSlots], slot_empty[Scheme::kSlots];
 };
 // An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In each round the
-// mbarriers of an index complete one phase. mbarrier_wait(bar, p) returns unless the phase of bar that now runs has
-// parity p; a new mbarrier runs phase 0. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity
-// ^ 1: in the first round that returns at once.
+// mbarriers of an index complete one phase. mbarrier_wait(bar, p) waits while the phase of bar that now runs has parity
+// p; a new mbarrier runs phase 0. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity ^ 1: in
+// the first round that returns at once.
 template <int COUNT> struct Ring {
     int index = 0, parity = 0;
     __device__ __forceinline__ void advance(int by = 1) {
@@ -422,11 +425,12 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int slices) {
     Ring<Scheme::kStages> stage_ring;
-    // A box is a slice of 128 rows of the tile. See make_tensor_map for the order of the coordinates.
-    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int slice, int row) {
+    // A box is a slice of 128 rows of the tile (for b: of its columns), from first_row of the matrix on. See
+    // make_tensor_map for the order of the coordinates.
+    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int slice, int first_row) {
         uint64_t* bar = &shared.stage_full[stage_ring.index];
-        if (mn_major) tma_load(to, map, 0, slice * Scheme::kSliceK, row / 32 * Scheme::kPieces, bar);
-        else tma_load(to, map, slice * kSliceNumbers, row, 0, bar);
+        if (mn_major) tma_load(to, map, 0, slice * Scheme::kSliceK, first_row / 32 * Scheme::kPieces, bar);
+        else tma_load(to, map, slice * kSliceNumbers, first_row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
@@ -504,11 +508,11 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void mult
 //     rows 0 and 8       pack 0   pack 1   pack 2   pack 3
 //     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
-// A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are half of octet e / 2: two
-// packs, t = 0 and 1 for even e, t = 2 and 3 for odd e. The hardware serves a warp's 16-byte loads eight lanes at a
-// time. Here these eight lanes share a row and have e = 0 to 7. For row 0, the first load reads packs 0 and 2 of octets
-// 0 to 3: eight packs, which must lie in different banks. Shared memory has 32 banks of four bytes, so packs of 16
-// bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^
+// A lane of the finisher loads four neighbouring columns of a row at a time, 4 e to 4 e + 3. They are half of octet e /
+// 2: two packs, t = 0 and 1 for even e, t = 2 and 3 for odd e. The hardware serves a warp's 16-byte loads eight lanes
+// at a time. Here these eight lanes share a row and have e = 0 to 7. For row 0, the first load reads packs 0 and 2 of
+// octets 0 to 3: eight packs, which must lie in different banks. Shared memory has 32 banks of four bytes, so packs of
+// 16 bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^
 // slot_swizzle(j):
 //
 //     place       0    1    2    3    4    5    6    7
@@ -628,7 +632,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {  // 16 of K
-            // 0 at the tile's first products: the sums start at 0. Those of 16 bits start at the bias: see `consumer`.
+            // `slice` is 0 at the tile's first products: so the sums start at 0. Those of 16 bits start at the bias:
+            // see `consumer`.
             const int accumulate = sizeof(S) == 2 || step > 0 ? 1 : slice;
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + step * kStepA, stage_b + step * kStepB, accumulate);
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(
@@ -671,7 +676,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
             for (int i = 0; i < 64; ++i) lower_or_accumulators[i] = sums[i];
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, slices, a, b, sums, lower_or_accumulators);
-        for (int slot = 0; slot < Scheme::kTileRows / 64; ++slot, slot_ring.advance(2)) {  // of this consumer's
+        for (int slot = 0; slot < Scheme::kTileRows / 64; ++slot, slot_ring.advance(2)) {  // that it fills
             const float* const from = slot < 2 ? sums : lower_or_accumulators;
             mbarrier_wait(&shared.slot_empty[slot_ring.index], slot_ring.parity ^ 1);
             store_sums(shared.slots[slot_ring.index] + warp * 256, from + 32 * (slot % 2));
@@ -689,8 +694,8 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
 #pragma unroll 1
-        for (int slot = 0; slot < Scheme::kTileRows / 32; ++slot, slot_ring.advance()) {  // of the tile's
-            const int from_consumer = slot % 2, column_half = slot / 2 % 2, row_half = slot / 4;  // see the table
+        for (int slot = 0; slot < Scheme::kTileRows / 32; ++slot, slot_ring.advance()) {  // as in the table of slots
+            const int from_consumer = slot % 2, column_half = slot / 2 % 2, row_half = slot / 4;
             const int row = tile_start.row + from_consumer * (Scheme::kTileRows / 2) + row_half * 64 + warp * 16;
             const int column = tile_start.column + column_half * 64;  // row, column: the first of this warp
             const Position lane_start = {row + lane / 8, column + lane % 8 * kLaneColumns};
@@ -860,7 +865,7 @@ static cudaError_t launch_split(const RowsToSplit& first, const RowsToSplit& sec
     return cudaGetLastError();
 }
 // A matrix of 16-bit numbers, pieces or values. Its rows begin `pitch` numbers apart. TMA reads whole pitches, so
-// split_rows and the kernels that split G store zeros beyond a row's last column.
+// split_rows and the kernel that splits G store zeros beyond a row's last column.
 struct Matrix {
     const void* numbers;
     int64_t rows, pitch;
@@ -897,7 +902,7 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_tensor_map(CUtens
         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-// `terms` is K: how many products each output sums up.
+// `terms` is K, how many products each output sums up. (In the backward that is m or n, not k.)
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static cudaError_t launch_multiply(
     const Matrix& a, const Matrix& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
@@ -964,14 +969,16 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // 2^s_W is the one scale for all of W: s_W (in min_exponent_w) is the least exponent of W's rows. 2^s_x is that for all
 // of x: s_x (in min_exponent_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
 //
-// Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Thresholds), and the largest is
-// 2^14 or more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one
+// Why 12: hi and lo err by at most 2^-23 of a scaled value down to 2^-2 (see Thresholds): full precision. The largest
+// is 2^14 or more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one
 // scale for W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is scaled by up to 2^12
-// more: it keeps at least 4 powers of two up to e = 24. G's column j is divided by the same factor and keeps at least
-// 16 - 12 = 4. So for e up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature
-// whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times
-// with them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all of dW: a row
-// of dW that is small beside the others may be inexact. So the backward uses no thresholds, and recomputes nothing.
+// more: it keeps at least 4 powers of two up to e = 24. G's column j is divided by the same factor: there full
+// precision spans at least 16 - 12 = 4 powers of two below the largest value of G's row. So for e up to 24, W's values
+// down to 2^-4 of their row's largest are as exact as W's largest. (TF32: hi has 28 powers of two, not 16.) With a
+// feature whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4
+// times with them. Errors of dX are small beside the norm of their row, errors of dW beside the norm of all of dW. (A
+// row of dW that is small beside the others may be inexact.) That is enough: the backward has no thresholds, and
+// recomputes nothing.
 //
 //     largest of W's row j / largest of W:           1         2^-12     2^-24     2^-28 (a value in the row of 2^-24)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
@@ -1108,8 +1115,8 @@ extern "C" int linear_dx_or_dw(bool tf32, bool is_dw, const float* other, __half
 //
 // For float32 the forward launches split_rows, multiply (which stores h) and finish_rows. For 16-bit types cuBLAS's
 // product replaces the first two: ours took 1.1 times as long. So OneProduct<T, T> is not used here. The formula out =
-// ((h - mean) * rstd + y) * y stands in finish_rows and row_gradients, in C++ in differentiate_plainly, in Python in
-// _finish_plainly and ModelNew.forward.
+// ((h - mean) * rstd + y) * y stands in finish_rows, in C++ in differentiate_plainly, in Python in _finish_plainly and
+// ModelNew.forward; its derivatives in finish_rows and row_gradients.
 struct StoreLinear : LinearEpilogue<float> {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Position& lane_start, const Loaded& loaded) const {
         sums_to_h(v, lane_start, loaded);
@@ -1123,8 +1130,8 @@ struct StoreLinear : LinearEpilogue<float> {
 //
 // `threads_per_row` neighbouring threads, 8 up to the whole block, own a row. Each keeps 32 values of each tensor in
 // registers, so a whole block keeps 8192. The rest of a longer row is loaded anew for each sum and each output.
-// `out` is the output or, with BACKWARD, G. It may be h: a thread writes a pack after its last read of it, and no other
-// thread reads it.
+// `out` is the output or, with BACKWARD, G. It may be h's memory: a thread writes a pack after its last read of that
+// pack of h, and no other thread reads it.
 constexpr int kFinishThreads = 256;
 // Makes the compiler believe that a pack changed. Else it would convert a 16-bit pack to floats once and keep these, in
 // twice the registers. (Then finish_rows would take 46 us, not 32, of a training step of the benchmark in bfloat16.)
@@ -1150,7 +1157,7 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishTh
             if (index < pack_count) in_registers[t][i] = load(t, index);
         }
     }
-    const auto for_each_pack = [&](const auto& use) {  // calls use(a pack of each tensor, their index in the row)
+    const auto for_each_pack = [&](const auto& use) {  // calls use(packs of h, y and grad, their index in the row)
         Pack16<T> current[kTensors];
 #pragma unroll
         for (int i = 0; i < kRegisterPacks; ++i) {
@@ -1170,8 +1177,8 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishTh
     const auto sum_over_row = [&](float v, int i) { return reduce_threads(v, threads_per_row, Add(), warp_values[i]); };
     const float inverse_n = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
     float mean = 0;
-    float mean_error = 0;  // the exact mean is mean + mean_error
-    float squares = 0;
+    float mean_correction = 0;  // mean + mean_correction is more exact
+    float squares = 0;  // first a sum, then the mean
     for_each_pack([&](const auto& packs, int) {
         for (int j = 0; j < kValuesPer16Bytes<T>; ++j) mean = fmaf(float(packs[0].value[j]), inverse_n, mean);
     });
@@ -1183,17 +1190,17 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishTh
             pack_error += deviation;
             pack_squares = fmaf(deviation, deviation, pack_squares);
         }
-        mean_error += pack_error;
+        mean_correction += pack_error;
         squares += pack_squares;
     });
-    mean_error = sum_over_row(mean_error, 1) * inverse_n;
+    mean_correction = sum_over_row(mean_correction, 1) * inverse_n;
     squares = sum_over_row(squares, 2) * inverse_n;
-    // If squares is infinite, rstd is to be 0. An infinite mean_error would make a NaN of the difference, inf - inf.
-    if (isinf(squares)) mean_error = 0;
-    // fmaxf turns a NaN into 0. But then mean_error is NaN, too, and so is the whole row of the output.
-    const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
-    const auto z_of = [&](const auto& pack, int j) { return ((float(pack.value[j]) - mean) - mean_error) * rstd; };
-    const auto write = [&](T* to, const auto& value_of) {  // writes value_of(packs, j) for value j of each pack
+    // If squares is infinite, rstd is to be 0. An infinite mean_correction would make the difference inf - inf, NaN.
+    if (isinf(squares)) mean_correction = 0;
+    // fmaxf turns a NaN into 0. But then mean_correction is NaN, too, and so is the whole row of the output.
+    const float rstd = 1 / sqrtf(fmaxf(squares - mean_correction * mean_correction, 0) + eps);
+    const auto z_of = [&](const auto& pack, int j) { return ((float(pack.value[j]) - mean) - mean_correction) * rstd; };
+    const auto write = [&](T* to, const auto& value_of) {  // stores value_of(packs, j); with a null `to` only calls it
         for_each_pack([&](const auto& packs, int index) {
             Pack16<T> result;
             for (int j = 0; j < kValuesPer16Bytes<T>; ++j) result.value[j] = T(value_of(packs, j));
@@ -1202,16 +1209,17 @@ template <typename T, bool BACKWARD> __global__ void __launch_bounds__(kFinishTh
     };
     if constexpr (!BACKWARD) {
         write(out, [&](const auto& packs, int j) {
-            const float y = float(packs[1].value[j]);
-            return (z_of(packs[0], j) + y) * y;
+            const float y_value = float(packs[1].value[j]);
+            return (z_of(packs[0], j) + y_value) * y_value;
         });
     } else {
         float mean_d = 0, mean_dz = 0;  // first sums, then means
         write(grad_y, [&](const auto& packs, int j) {
-            const float z = z_of(packs[0], j), y = float(packs[1].value[j]), g = float(packs[2].value[j]);
-            mean_d += g * y;
-            mean_dz = fmaf(g * y, z, mean_dz);
-            return fmaf(g, z + y, g * y);
+            const float z = z_of(packs[0], j), y_value = float(packs[1].value[j]);
+            const float grad_value = float(packs[2].value[j]);
+            mean_d += grad_value * y_value;
+            mean_dz = fmaf(grad_value * y_value, z, mean_dz);
+            return fmaf(grad_value, z + y_value, grad_value * y_value);
         });
         mean_d = sum_over_row(mean_d, 3) * inverse_n;
         mean_dz = sum_over_row(mean_dz, 4) * inverse_n;
@@ -1233,7 +1241,7 @@ __device__ __forceinline__ void read_columns(const float* from, float (&v)[kThre
 // For float32: the gradients of y and of h (see finish_rows). The backward's launches, in their order:
 //
 //     ATen's zeros                      for the exponents that SplitGradient points to
-//     row_gradients                     stores G as pieces, and each block's part of its sum to partials[block]
+//     row_gradients                     stores G as pieces, and the sum of each block's rows of G to partials[block]
 //     scale_columns                     finds c_j and scales G's columns by 2^c_j
 //     ATen's sum over the blocks' partials: the bias's gradient
 //     split_rows, then multiply         for dX, with W
@@ -1242,8 +1250,8 @@ __device__ __forceinline__ void read_columns(const float* from, float (&v)[kThre
 //                                       would take 2% less time and 7% more memory.)
 //
 // The h of ThreeProducts is too near 0, by kTruncated of itself on average, because the tensor cores truncate (0.75 *
-// 2^-23 was measured for K from 128 to 20000). So 1 / rstd is too small by the same factor. In z the two cancel, but G
-// would be too large. So G is computed with `corrected_rstd`, which is rstd without this error.
+// 2^-23 was measured for K from 128 to 20000). So rstd is too large by the same factor. In z the two cancel, but G has
+// rstd as a factor: it is computed with `corrected_rstd`, which is rstd without this error.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <class Scheme> __global__ void __launch_bounds__(kMaxGradientThreads)
     row_gradients(const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
@@ -1264,7 +1272,7 @@ template <class Scheme> __global__ void __launch_bounds__(kMaxGradientThreads)
         float z[kThreadColumns];  // first h, then h - mean, then z
         float y_value[kThreadColumns];  // first y, then grad_y
         float g[kThreadColumns];  // first grad, then d, then G
-        float mean = 0, mean_error = 0, mean_d = 0, mean_dz = 0;  // the last three are sums first
+        float mean = 0, mean_correction = 0, mean_d = 0, mean_dz = 0;  // the last three are sums first
         float partial_squares[4] = {};  // four shorter sums, so that each is rounded fewer times
         read_columns(h + row * n, z, n);
         read_columns(y + row * n, y_value, n);
@@ -1273,16 +1281,16 @@ template <class Scheme> __global__ void __launch_bounds__(kMaxGradientThreads)
         mean = sum_over_row(mean, 0);
         for_each_column([&](int i) {
             z[i] -= mean;
-            mean_error += z[i];
+            mean_correction += z[i];
             partial_squares[i % 4] = fmaf(z[i], z[i], partial_squares[i % 4]);
         });
         const float own_squares = (partial_squares[0] + partial_squares[1]) + (partial_squares[2] + partial_squares[3]);
         const float squares = sum_over_row(own_squares, 1) * inverse_n;
-        mean_error = sum_over_row(mean_error, 2) * inverse_n;
-        if (isinf(squares)) mean_error = 0;
-        const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
+        mean_correction = sum_over_row(mean_correction, 2) * inverse_n;
+        if (isinf(squares)) mean_correction = 0;
+        const float rstd = 1 / sqrtf(fmaxf(squares - mean_correction * mean_correction, 0) + eps);
         for_each_column([&](int i) {
-            z[i] = (z[i] - mean_error) * rstd;
+            z[i] = (z[i] - mean_correction) * rstd;
             const float d = g[i] * y_value[i];
             y_value[i] = fmaf(g[i], z[i] + y_value[i], d);
             g[i] = d;
@@ -1302,7 +1310,7 @@ template <class Scheme> __global__ void __launch_bounds__(kMaxGradientThreads)
     float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kThreadColumns;
     for_each_column([&](int i) { sums[i] = float(column_sums[i]); });
 }
-// ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned; those to structs to host memory. ----
+// ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned; `split_g` itself is on the host. ----
 
 // For float32: launches split_rows and multiply, which make h.
 extern "C" int linear_forward(bool tf32, const float* x, const float* weight, const float* bias, float* h,
@@ -1311,7 +1319,7 @@ extern "C" int linear_forward(bool tf32, const float* x, const float* weight, co
     return tf32 ? launch_linear<OneProduct<__half, float>>(epilogue, pieces, stream)
                 : launch_linear<ThreeProducts>(epilogue, pieces, stream);
 }
-// dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8. If grad is given, with a 16-bit type, out is G.
+// dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8. grad is given for 16-bit types alone; then out is G.
 extern "C" int finish_residual(int dtype, const void* h, const void* y, const void* grad, void* out, void* grad_y,
     int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     int threads_per_row = 8;
@@ -1524,8 +1532,8 @@ Tensors backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Ten
     return results;
 }
 
-// Finds the operator of that name in PyTorch's dispatcher, which has an implementation for GPUs (_cuda) and one for
-// tracing (_meta), which only makes tensors of the right sizes.
+// The operator of that name in PyTorch's dispatcher. Each has a function for GPUs (_cuda) and one for tracing (_meta),
+// which only makes tensors of the right sizes.
 template <typename F> c10::TypedOperatorHandle<F> operator_of(const char* name) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
 }
@@ -1567,8 +1575,8 @@ struct LinearRowNormResidual : torch::autograd::Function<LinearRowNormResidual> 
         return gradients;
     }
     // Differentiates the Model's formula, by ATen, with respect to views of the inputs. Views, because one input may be
-    // computed from another. Without views, grad would also follow that path to the other's gradient. Autograd follows
-    // it after this call, and would count it twice.
+    // computed from another. Without views, autograd::grad would also follow that path to the other's gradient.
+    // Autograd follows it after this call, and would count it twice.
     static Tensors differentiate_plainly(
         const at::Tensor& grad, Tensors inputs, double eps, const std::array<bool, 4>& needs) {
         const bool create_graph = at::GradMode::is_enabled();
@@ -1746,8 +1754,8 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
     """Whether x (m, k) by weight (n, k) is for the operator: sizes as in check_product, 2^30 multiplications or more.
 
-    Smaller products often leave multiprocessors without a tile. So does an output below 1 MiB, however long the sums:
-    128 x 128, k = 65536 takes twice cuBLAS's time.
+    Smaller products often have too few tiles to beat cuBLAS. So has an output below 1 MiB, however long the sums: 128 x
+    128, k = 65536 takes twice cuBLAS's time.
     """
     per_16_bytes = 16 // value_bytes
     if n % per_16_bytes != 0 or k % per_16_bytes != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
@@ -1769,8 +1777,8 @@ def _allows_tf32() -> bool:
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
 
 
-# Dynamo calls it as it traces, and keeps the result (as torch.compiler.assume_constant_result asks, without importing
-# torch._dynamo). If one of PyTorch's settings changes, it compiles anew.
+# Dynamo calls these three as it traces, and keeps the results (as torch.compiler.assume_constant_result asks, without
+# importing torch._dynamo). If one of PyTorch's settings changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 
@@ -1784,7 +1792,7 @@ _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
 def _is_bare(norm: nn.Module) -> bool:
-    """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches."""
+    """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches, and eps > 0."""
     if not _is_unchanged(norm, nn.InstanceNorm2d):
         return False
     # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.

@@ -75,8 +75,9 @@ template <int N> __device__ __forceinline__ void raise_registers_to() {
 template <int N> __device__ __forceinline__ void lower_registers_to() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
-// Call wgmma_fence before a warpgroup's first wgmma, and again after other code has written its accumulators.
-// wgmma_commit ends a group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups are unfinished.
+// Call wgmma_fence before a warpgroup's first wgmma, and again after other code has written its accumulators. (One call
+// more does no harm.) wgmma_commit ends a group of wgmmas. wgmma_wait waits until at most the newest IN_FLIGHT groups
+// are unfinished.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
@@ -95,7 +96,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // is v - hi rounded to fp16. For v in [1, 2), say, |lo| <= 2^-11, and fp16 numbers below that are at most 2^-22 apart.
 // So |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v| (small v: Thresholds). Of the four products in
 //
-//     v v' = hi hi' + hi lo' + lo hi' + lo lo'
+//     v v' = hi hi' + hi lo' + lo hi' + lo lo'    (but for the rounding of lo and lo')
 //
 // the tensor cores compute the first three. The sum is then multiplied by the inverse scales of both rows. The last
 // term is at most 2^-22 of v v', and the rounding of lo and lo' costs 2^-23 each. Together the error of one product v
@@ -110,7 +111,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
-// OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
+// OneProduct<T, T>: 16-bit T, in linear_swish_group_norm alone. TMA reads the operands as they are; no scales.
 //
 // The pieces of a row are stored in slices of 64 numbers, 128 bytes: hi and lo (or hi alone) of kSliceK values.
 //
@@ -122,7 +123,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     warpgroup   role        waits for       does                                                      signals
 //     3           producer    stage_empty[s]  one thread copies a slice of each row to stage s by TMA   stage_full[s]
-//     0 and 1     consumers   stage_full[s]   each multiplies its half of x's rows by all of W's        stage_empty[s]
+//     0 and 1     consumers   stage_full[s]   each multiplies its half of the tile's rows of x          stage_empty[s]
+//                                             by all its rows of W
 //                             slot_empty[t]   each stores its sums, 64 x 64 at a time, to slot t        slot_full[t]
 //     2           finisher    slot_full[t]    loads the sums of slot t to registers                     slot_empty[t]
 //                                             multiplies them by the inverse scales, stores the epilogue's output
@@ -146,12 +148,12 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     2^-25 is more if the value is below 2^-2 (hi alone: 2^-14). Such values, unless they are 0, are called coarse.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values in total, their sum changes by less than c * 2^-10.
-//   - A sum is allowed an error of 2^-24 of itself, as in float32 (hi alone: 2^-11, as in TF32). If |sum| is at least
-//     c * 2^14 (hi alone: c * 2), that is at least c * 2^-10, so the coarse values do no harm.
+//   - A sum is allowed an error of 2^-24 of itself, as in float32 (hi alone: 2^-11, as in TF32). If |sum| is at least c
+//     * 2^14 (hi alone: c * 2), this allowed error is at least c * 2^-10, so the coarse values do no harm.
 //   - So split_rows counts each row's coarse values and stores 2^14 (or 2) times that number as the row's threshold. If
 //     |sum| is below both rows' thresholds added up, the finisher recomputes it in float32, from x and W. With normally
 //     distributed operands these are some three of 10^6 sums at K = 8192, and fewer at smaller K. (An estimate: there
-//     the density of scaled sums is 0.4 / 2^31.5 at 0, and a row has 0.3 coarse values: 0.8 * 0.6 * 2^14 / 2^31.5.)
+//     the density of scaled sums is 0.4 / 2^31.5 at 0, and a row has 0.3 coarse values: 2 * 0.4 / 2^31.5 * 0.6 * 2^14.)
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 
 constexpr int kTileColumns = 128;
@@ -165,9 +167,9 @@ struct ThreeProducts {
     using SlotValue = float;
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kSliceK = kSliceNumbers / kPieces;  // values in a slice
-    static constexpr int kTileRows = 128;  // of x
+    static constexpr int kTileRows = 128;  // of operand a: in the forward x
     // Of 32 KiB: a slice of 128 rows of each operand. The loop over the stages is unrolled, which saves 1 to 4% of the
-    // time. So a tile takes a multiple of four slices of each row. TMA fills those beyond the end of K with zeros.
+    // time. So a tile takes a multiple of four slices of each row. TMA fills slices beyond the end of K with zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarseBelow = 0x1p-2f;  // see Thresholds
@@ -202,7 +204,7 @@ constexpr float kLargestInverseScale = 0x1p60f;
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // The exponent of the scale that brings `largest` to [2^14, 2^15). (Bits 23 to 30 of a float32 are its exponent plus
 // 127.) The result is 126 at most, so that the scale and its inverse are normal numbers. So a largest value below
-// 2^-112 stays below 2^14: the least float32, 2^-149, becomes 2^-23.
+// 2^-112 stays below 2^14: the smallest positive float32, 2^-149, becomes 2^-23.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -238,8 +240,8 @@ __device__ __forceinline__ float reduce_threads(float v, int threads, Op op, flo
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Splits COUNT neighbouring scaled values of a row (4 or 8), from index k on. Stores their hi to the slice and, if
-// kPieces is 2, their lo to the same slice, kSliceK numbers on.
+// Splits COUNT (4 or 8) neighbouring scaled values of a row, from index k on. `row` is the row's pieces. Stores hi to
+// the slice and, if kPieces is 2, lo to the same slice, kSliceK numbers on.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kSliceK = Scheme::kSliceK;
@@ -260,9 +262,9 @@ struct RowScale {
     // The exponent of the scale: inverse_scale is 2^-exponent.
     __device__ __forceinline__ int exponent() const { return 127 - int(__float_as_uint(inverse_scale) >> 23); }
 };
-// In the backward the exponent of a scale is a sum or a difference of other exponents. It is between -252 and 252 = 126
-// + 126. Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent. No
-// exponent need be lower than -252: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
+// In the backward the exponent of a scale is a sum or a difference of other exponents, from -252 to 252 = 126 + 126.
+// (Float32 has no 2^252 or 2^-252, so such a scale is applied as two factors, each of half the exponent.) A difference
+// below -252 is raised to it: float32 numbers are below 2^128, and 2^128 * 2^-252 already becomes 0 in fp16.
 constexpr int kLargestExponent = 126 + 126;
 struct RowsToSplit {  // what split_rows reads and writes
     const float* values;
@@ -349,12 +351,12 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const __grid_cons
     operand.scales[row] = result;
 }
 
-// Starts a copy by TMA: the box at (x, y, z) of the map's tensor, to shared memory. `bar` counts its bytes.
-__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
+// Starts a copy by TMA: the box at (c0, c1, c2) of the map's tensor, to shared memory. `bar` counts its bytes.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, int c0, int c1, int c2, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
         :
-        : "r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
+        : "r"(shared_address(to)), "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(shared_address(bar))
         : "memory");
 }
 // d = a * b^T + (accumulate ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
@@ -390,9 +392,9 @@ template <class Scheme> struct MultiplyShared {
     uint64_t slot_full[Scheme::kSlots], slot_empty[Scheme::kSlots];
 };
 // An index in a ring of COUNT stages or slots, and the parity of the round: 0, 1, 0 and so on. In each round the
-// mbarriers of an index complete one phase. mbarrier_wait(bar, p) returns unless the phase of bar that now runs has
-// parity p; a new mbarrier runs phase 0. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity
-// ^ 1: in the first round that returns at once.
+// mbarriers of an index complete one phase. mbarrier_wait(bar, p) waits while the phase of bar that now runs has parity
+// p; a new mbarrier runs phase 0. Whoever reads a stage or slot waits for `parity`, whoever fills it for parity ^ 1: in
+// the first round that returns at once.
 template <int COUNT> struct Ring {
     int index = 0, parity = 0;
     __device__ __forceinline__ void advance(int by = 1) {
@@ -422,11 +424,12 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int slices) {
     Ring<Scheme::kStages> stage_ring;
-    // A box is a slice of 128 rows of the tile. See make_tensor_map for the order of the coordinates.
-    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int slice, int row) {
+    // A box is a slice of 128 rows of the tile (for b: of its columns), from first_row of the matrix on. See
+    // make_tensor_map for the order of the coordinates.
+    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int slice, int first_row) {
         uint64_t* bar = &shared.stage_full[stage_ring.index];
-        if (mn_major) tma_load(to, map, 0, slice * Scheme::kSliceK, row / 32 * Scheme::kPieces, bar);
-        else tma_load(to, map, slice * kSliceNumbers, row, 0, bar);
+        if (mn_major) tma_load(to, map, 0, slice * Scheme::kSliceK, first_row / 32 * Scheme::kPieces, bar);
+        else tma_load(to, map, slice * kSliceNumbers, first_row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
@@ -504,11 +507,11 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void mult
 //     rows 0 and 8       pack 0   pack 1   pack 2   pack 3
 //     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
-// A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are half of octet e / 2: two
-// packs, t = 0 and 1 for even e, t = 2 and 3 for odd e. The hardware serves a warp's 16-byte loads eight lanes at a
-// time. Here these eight lanes share a row and have e = 0 to 7. For row 0, the first load reads packs 0 and 2 of octets
-// 0 to 3: eight packs, which must lie in different banks. Shared memory has 32 banks of four bytes, so packs of 16
-// bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^
+// A lane of the finisher loads four neighbouring columns of a row at a time, 4 e to 4 e + 3. They are half of octet e /
+// 2: two packs, t = 0 and 1 for even e, t = 2 and 3 for odd e. The hardware serves a warp's 16-byte loads eight lanes
+// at a time. Here these eight lanes share a row and have e = 0 to 7. For row 0, the first load reads packs 0 and 2 of
+// octets 0 to 3: eight packs, which must lie in different banks. Shared memory has 32 banks of four bytes, so packs of
+// 16 bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^
 // slot_swizzle(j):
 //
 //     place       0    1    2    3    4    5    6    7
@@ -628,7 +631,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {  // 16 of K
-            // 0 at the tile's first products: the sums start at 0. Those of 16 bits start at the bias: see `consumer`.
+            // `slice` is 0 at the tile's first products: so the sums start at 0. Those of 16 bits start at the bias:
+            // see `consumer`.
             const int accumulate = sizeof(S) == 2 || step > 0 ? 1 : slice;
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + step * kStepA, stage_b + step * kStepB, accumulate);
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(
@@ -671,7 +675,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> __devi
             for (int i = 0; i < 64; ++i) lower_or_accumulators[i] = sums[i];
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, stage_ring, slices, a, b, sums, lower_or_accumulators);
-        for (int slot = 0; slot < Scheme::kTileRows / 64; ++slot, slot_ring.advance(2)) {  // of this consumer's
+        for (int slot = 0; slot < Scheme::kTileRows / 64; ++slot, slot_ring.advance(2)) {  // that it fills
             const float* const from = slot < 2 ? sums : lower_or_accumulators;
             mbarrier_wait(&shared.slot_empty[slot_ring.index], slot_ring.parity ^ 1);
             store_sums(shared.slots[slot_ring.index] + warp * 256, from + 32 * (slot % 2));
@@ -689,8 +693,8 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Position tile_start = tiles.start_of(tile);
 #pragma unroll 1
-        for (int slot = 0; slot < Scheme::kTileRows / 32; ++slot, slot_ring.advance()) {  // of the tile's
-            const int from_consumer = slot % 2, column_half = slot / 2 % 2, row_half = slot / 4;  // see the table
+        for (int slot = 0; slot < Scheme::kTileRows / 32; ++slot, slot_ring.advance()) {  // as in the table of slots
+            const int from_consumer = slot % 2, column_half = slot / 2 % 2, row_half = slot / 4;
             const int row = tile_start.row + from_consumer * (Scheme::kTileRows / 2) + row_half * 64 + warp * 16;
             const int column = tile_start.column + column_half * 64;  // row, column: the first of this warp
             const Position lane_start = {row + lane / 8, column + lane % 8 * kLaneColumns};
@@ -860,7 +864,7 @@ static cudaError_t launch_split(const RowsToSplit& first, const RowsToSplit& sec
     return cudaGetLastError();
 }
 // A matrix of 16-bit numbers, pieces or values. Its rows begin `pitch` numbers apart. TMA reads whole pitches, so
-// split_rows and the kernels that split G store zeros beyond a row's last column.
+// split_rows and the kernel that splits G store zeros beyond a row's last column.
 struct Matrix {
     const void* numbers;
     int64_t rows, pitch;
@@ -897,7 +901,7 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_tensor_map(CUtens
         CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-// `terms` is K: how many products each output sums up.
+// `terms` is K, how many products each output sums up. (In the backward that is m or n, not k.)
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static cudaError_t launch_multiply(
     const Matrix& a, const Matrix& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
@@ -964,14 +968,16 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // 2^s_W is the one scale for all of W: s_W (in min_exponent_w) is the least exponent of W's rows. 2^s_x is that for all
 // of x: s_x (in min_exponent_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
 //
-// Why 12: hi and lo have full precision, 2^-23 of a scaled value, down to 2^-2 (see Thresholds), and the largest is
-// 2^14 or more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one
+// Why 12: hi and lo err by at most 2^-23 of a scaled value down to 2^-2 (see Thresholds): full precision. The largest
+// is 2^14 or more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one
 // scale for W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is scaled by up to 2^12
-// more: it keeps at least 4 powers of two up to e = 24. G's column j is divided by the same factor and keeps at least
-// 16 - 12 = 4. So for e up to 24, values down to 2^-4 of the row's largest are as exact as W's largest. With a feature
-// whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4 times
-// with them. Errors of dX are small beside the norm of their row, and errors of dW beside the norm of all of dW: a row
-// of dW that is small beside the others may be inexact. So the backward uses no thresholds, and recomputes nothing.
+// more: it keeps at least 4 powers of two up to e = 24. G's column j is divided by the same factor: there full
+// precision spans at least 16 - 12 = 4 powers of two below the largest value of G's row. So for e up to 24, W's values
+// down to 2^-4 of their row's largest are as exact as W's largest. (TF32: hi has 28 powers of two, not 16.) With a
+// feature whose weights are 10^6 times as large as the others', dX had 2.1 times eager's error without the c_j, and 0.4
+// times with them. Errors of dX are small beside the norm of their row, errors of dW beside the norm of all of dW. (A
+// row of dW that is small beside the others may be inexact.) That is enough: the backward has no thresholds, and
+// recomputes nothing.
 //
 //     largest of W's row j / largest of W:           1         2^-12     2^-24     2^-28 (a value in the row of 2^-24)
 //     scaled by 2^(s_W - c_j):                       2^14      2^2       2^2       2^-2: here full precision ends
@@ -1160,7 +1166,7 @@ template <typename T, int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
     const float inverse_count = 1.0f / (lanes * COUNT);  // a factor of each term: a sum of large values may overflow
     float mean = 0;
-    float mean_error = 0;  // the exact mean is mean + mean_error
+    float mean_correction = 0;  // mean + mean_correction is more exact
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], inverse_count, mean);
@@ -1168,14 +1174,14 @@ template <typename T, int COUNT> __device__ __forceinline__ void center_group(
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
-        if (sizeof(T) == 4) mean_error += v[i];
+        if (sizeof(T) == 4) mean_correction += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
     squares = reduce_threads(squares, lanes, Add()) * inverse_count;
-    if (sizeof(T) == 4) mean_error = reduce_threads(mean_error, lanes, Add()) * inverse_count;
-    if (isinf(squares)) mean_error = 0;  // rstd is to be 0 then. An infinite mean_error would make it NaN
-    rstd = reciprocal_sqrt(fmaf(-mean_error, mean_error, squares) + eps);
-    shift = -mean_error * rstd;
+    if (sizeof(T) == 4) mean_correction = reduce_threads(mean_correction, lanes, Add()) * inverse_count;
+    if (isinf(squares)) mean_correction = 0;  // rstd is to be 0 then. An infinite mean_correction would make it NaN
+    rstd = reciprocal_sqrt(fmaf(-mean_correction, mean_correction, squares) + eps);
+    shift = -mean_correction * rstd;
 }
 // The epilogue: Swish, bias and group normalisation. A slot holds 64 rows of one group. Eight lanes share a row, and a
 // lane has eight columns of four rows (see load_sums).
@@ -1822,8 +1828,8 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
     """Whether x (m, k) by weight (n, k) is for the operator: sizes as in check_product, 2^30 multiplications or more.
 
-    Smaller products often leave multiprocessors without a tile. So does an output below 1 MiB, however long the sums:
-    128 x 128, k = 65536 takes twice cuBLAS's time.
+    Smaller products often have too few tiles to beat cuBLAS. So has an output below 1 MiB, however long the sums: 128 x
+    128, k = 65536 takes twice cuBLAS's time.
     """
     per_16_bytes = 16 // value_bytes
     if n % per_16_bytes != 0 or k % per_16_bytes != 0 or min(n, k) < 128 or max(n, k) >= 2**24:
@@ -1845,8 +1851,8 @@ def _allows_tf32() -> bool:
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"  # which cuBLAS obeys
 
 
-# Dynamo calls it as it traces, and keeps the result (as torch.compiler.assume_constant_result asks, without importing
-# torch._dynamo). If one of PyTorch's settings changes, it compiles anew.
+# Dynamo calls these three as it traces, and keeps the results (as torch.compiler.assume_constant_result asks, without
+# importing torch._dynamo). If one of PyTorch's settings changes, it compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 _exports_layers._dynamo_marked_constant = True
 
