@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from judge.answers import OF_AN_INPUT, How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
@@ -98,6 +99,8 @@ class Ring:
         nbytes = bytes_of([old, self.incoming])
         self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
         self.slot = case.share(old)
+        # Numbers and the like that each draw may make anew: a contender is told them once, so all calls have these.
+        self.fixed = [None if isinstance(x, torch.Tensor) else x for x in tree_leaves(old)]
         self.seeds, self.draws, self.fresh = [], [], []
         self.written, self.are_written = [], False  # what was last given; whether a contender wrote into it
         self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
@@ -136,7 +139,9 @@ class Ring:
 
     def draw(self, seed: int, factor: float) -> list:
         """Inputs that are scaled, in case a file ignores seeds; other integers, where all draws are the same."""
-        drawn = self.case.inputs(seed)
+        leaves, form = tree_flatten(self.case.inputs(seed))
+        leaves = [x if isinstance(x, torch.Tensor) else fixed for x, fixed in zip(leaves, self.fixed)]
+        drawn = tree_unflatten(leaves, form)
         for i, (x, known) in enumerate(zip(tensors_of(drawn), self.case.inputs_are)):
             if known.free() and x.numel():
                 x.mul_(factor)
