@@ -114,7 +114,8 @@ class Request:
     finite: bool = False  # not asked where the Model's answer is not finite
     any_infinite: bool = False  # where the order of operations decides between NaN and an infinity, both are right
     may_differ: bool = False  # other values make the candidate no drop-in, not wrong
-    if_vanishing: bool = False  # but only where the Model's are a hundredth of what they usually are, and none is NaN
+    # But only where the Model's, or the errors, are a hundredth of what values usually are, and none is NaN.
+    if_vanishing: bool = False
     may_refuse: bool = False  # and so does an error
     random: bool = False  # asked where the Model draws random numbers
 

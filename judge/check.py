@@ -794,8 +794,8 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         where = f"{name}{' at ' * name[-1].isdigit()}{place}" if place else name
         wrong.append(f"{where} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
         usual = float(case.errors[name].most[2]) if name in case.errors else 0.0
-        vanishes = bool(new.isfinite().all()) and float(gates.size(gates.as_numbers(eager)).max()) <= SMALL * usual
-        firm |= request.if_vanishing and not vanishes
+        least = min(float(found.most[0]), float(gates.size(gates.as_numbers(eager)).max()))
+        firm |= request.if_vanishing and not (bool(new.isfinite().all()) and least <= SMALL * usual)
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong", firm)
 
 
