@@ -341,12 +341,18 @@ def restore(before: list[tuple[dict, str, torch.Tensor, torch.Tensor]]) -> None:
 
 
 def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
-    """The parameters and inputs along which a module's gradient is not the slope of its own outputs.
+    """The parameters and inputs along which a module's gradient is not the slope of its own outputs: where that is seen
+    three times, in half of what counts."""
+    slopes = slopes_of(module, inputs, training, seed).items()
+    return [name for name, differ in slopes if sum(differ) >= max(3, len(differ) / 2)]
+
+
+def slopes_of(module, inputs: list, training: bool, seed: int) -> dict[str, list[bool]]:
+    """Of parameters and inputs, each time that counts: whether a gradient is not the slope of the module's outputs.
 
     The slope is a central difference, along normal numbers of a tensor's size; the outputs are weighted by normal
     numbers. It counts where it is above rounding and half the step gives the same within 5%. A gradient that is off by
-    more than that difference, rounding and 4% is no slope. A name is given if that is seen three times, in half of what
-    counts. Each call begins from the same random state.
+    more than that difference, rounding and 4% is no slope. Each call begins from the same random state.
     """
     tensors = {name: p for name, p in module.named_parameters() if p.requires_grad}
     tensors |= {f"input {i}": x.requires_grad_() for i, x in enumerate(tensors_of(inputs)) if x.is_floating_point()}
@@ -394,7 +400,7 @@ def wrong_slopes(module, inputs: list, training: bool, seed: int) -> list[str]:
     finally:
         module.eval()
         restore(before)
-    return [name for name, each in differ.items() if sum(each) >= max(3, len(each) / 2)]
+    return differ
 
 
 def watched(module, sets: list, own: Own) -> dict[str, torch.Tensor]:

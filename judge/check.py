@@ -39,8 +39,8 @@ from judge.answers import (
     bytes_of,
     same_bits,
     set_mode,
+    slopes_of,
     tensors_of,
-    wrong_slopes,
 )
 from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, half, other_truth, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
@@ -703,13 +703,15 @@ def look_at_slopes(case: Case, request: Request, given: list) -> None:
     inputs = case.inputs(request.seed, request.batch)
     try:
         with of_the_model(case.precision):
-            wrong = wrong_slopes(copy.deepcopy(case.model), inputs, training, request.seed)
+            slopes = slopes_of(copy.deepcopy(case.model), inputs, training, request.seed)
     except Rejected:
         return
-    if not wrong:
+    # Behind a step few count, in one run or the other.
+    if not any(sum(differ) >= max(1, len(differ) / 2) for differ in slopes.values()):
+        unseen = [(case.own or {}).get(name, name) for name, differ in slopes.items() if not differ]
         found = case.says("wrong_slopes", sets=given[:1], training=training, seed=request.seed)
         said = "the gradient of {} is not the slope of what it gives"
-        reject(request, [said.format(name) for name in found])
+        reject(request, [said.format(name) for name in found if name not in unseen])
 
 
 def other_values(answer: Answer, forms: list, names: list[str]) -> list[str]:
