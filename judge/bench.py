@@ -58,6 +58,8 @@ def rank_of(pid: int) -> tuple:
     return RANK
 
 
+# Of so many bytes: PyTorch writes no places of unsigned integers, and 2.8 reads none of float8.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"} & os.environ.keys()
 RANK = rank_of(0)  # of the judge, and so of all that it starts
 
@@ -198,7 +200,8 @@ class Ring:
         other places, which are as valid, floats many times as large), and what is there before."""
         spoilt, generator = [], torch.Generator().manual_seed(secret.getrandbits(63))
         for x in tensors_of(self.slot) if self.spoils else []:
-            bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # PyTorch 2.8 does not index float8
+            inexact = x.is_floating_point() or x.is_complex()
+            bits = x.dtype if inexact and x.dtype.itemsize > 1 else BITS[x.dtype.itemsize]
             memory = torch.empty(0, dtype=bits, device=x.device).set_(x.untyped_storage())
             if n := memory.numel():
                 places, others = torch.randint(n, (2, min(n, SPOILT)), generator=generator).to(x.device)

@@ -130,10 +130,13 @@ class Inputs:
         if x.layout != torch.strided or not x.numel() or not x.dim() or x.is_complex() and change is not reverse_middle:
             return False
         before = x.clone()
-        if change is Inputs.other_integers:
-            self.other_integers(x)
-        elif self.floating and not self.few or change is reverse_middle:
-            change(x)
+        try:
+            if change is Inputs.other_integers:
+                self.other_integers(x)
+            elif self.floating and not self.few or change is reverse_middle:
+                change(x)
+        except NotImplementedError:  # PyTorch has few operations on unsigned integers
+            x.copy_(before)
         if torch.equal(x, before):
             return False
         if not (self.kinds or self.whole or self.equal):
