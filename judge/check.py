@@ -871,6 +871,7 @@ def explained_by_ties(case: Case, request: Request, draw: Callable, model, name:
     Of integers all of it or nothing, so that no place is named twice; of other numbers each by itself.
     """
     tolerance = case.tolerance(eager)
+    varies = torch.zeros_like(eager, dtype=torch.bool)  # where the Model's answer depends on what is chosen
     for attempt in range(TIE_BREAKS):
         other, ties = None, gates.OtherTies(attempt, theirs)
         with contextlib.suppress(Exception), ties:
@@ -878,9 +879,14 @@ def explained_by_ties(case: Case, request: Request, draw: Callable, model, name:
         if other is None or not ties.found:
             break
         agrees = torch.isclose(gates.as_numbers(new), other, tolerance, tolerance, equal_nan=True)
+        varies |= ~torch.isclose(gates.as_numbers(eager), other, tolerance, tolerance, equal_nan=True)
         new = torch.where(agrees if tolerance else agrees.all(), eager, new)
         if gates.are_close(new, eager, tolerance, 1.0):
             case.notes.append("of equal values it chooses others than the Model (which is first is not asked for)")
+            return new
+    if request.change and varies.any():  # of equal values that the judge made nobody is to choose certain ones
+        new = torch.where(varies, eager, new)
+        if gates.are_close(new, eager, tolerance, 1.0):
             return new
     return explained_by_steps(case, request, draw, model, name, new, eager)
 
