@@ -484,6 +484,7 @@ def form_of(leaf, output_of: Request | None = None) -> list:
         return [type(leaf).__name__ + shown, [], ""]
     what = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
     matter = output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel()
+    matter = matter and How.ROWS_APART not in output_of.how  # an output may be a weight, and the Model's lie as ever
     strides = [stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())] if matter else []
     of_inference = output_of and leaf.is_inference() and How.INFERENCE not in output_of.how
     recorded = f"{leaf.requires_grad}{', is lazily negated' * leaf.is_neg()}{', is lazily conjugated' * leaf.is_conj()}"
