@@ -164,12 +164,15 @@ class Judge:
             for run in runs:
                 run.reject(error)
             return runs, batch
-        if batch != self.options.batch:
+        if batch and batch < (self.options.batch or case.problem.batch):
             case.notes.append(f"batch {batch}: at a larger one all contenders' answers do not fit the GPU's memory")
         try:
             seconds = self._stages(case, pair, runs)
         except torch.OutOfMemoryError:
             return [], case.batch // 2
+        is_halved = batch is None and (case.batch or 0) < (case.problem.batch or 0)
+        if is_halved and all("the Model itself raised" in "".join(run.reasons) for run in runs):
+            return [], case.problem.batch  # other sizes in its file may be made from this one
         for run in runs:
             run.batch, run.shapes, run.import_seconds = case.batch, case.shapes, seconds
             run.notes += dict.fromkeys(case.notes)  # each once

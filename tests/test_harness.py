@@ -136,6 +136,13 @@ def test_too_little_memory_halves_the_batch(judge, monkeypatch):
     assert run.ok and run.shapes == [[run.batch, 96]] == [[8, 96]] and run.notes[0].startswith("batch 8: "), run
 
 
+def test_a_batch_is_not_halved_where_the_files_other_sizes_do_not_take_that(judge, monkeypatch):
+    monkeypatch.setattr(harness, "CPU_BYTES", 1 << 11)
+    model = any_model("x[0] * x[1]", "[torch.rand(batch_size, 64), torch.rand(rows, 64)]", top="rows = 8\n")
+    (run,) = judge(model.replace("class Model", "class ModelNew"), model)
+    assert run.status == record.DROP_IN and run.batch == 8 and not any("GPU" in note for note in run.notes), run
+
+
 def test_requests_besides_the_gates_are_asked_at_a_batch_of_which_several_fit(judge, monkeypatch, tmp_path):
     assert [harness.check.smaller(112, nbytes, 2.5) for nbytes in (1, 3, 15, 10**6)] == [112, 56, 14, 1]
     assert harness.check.smaller(None, 15, 2.5) is None
