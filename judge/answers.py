@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
@@ -321,7 +322,10 @@ def kind_of(result) -> str:
 
 
 def in_order(result):
-    """With the keys of dictionaries, of any kind, in order, so that who gives the same in another order is compared."""
+    """With the keys of dictionaries, of any kind, in order, so that who gives the same in another order is compared. A
+    dataclass becomes a dictionary."""
+    if dataclasses.is_dataclass(result) and not isinstance(result, (dict, type)):
+        result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
     if isinstance(result, dict) and all(isinstance(key, str) for key in result):
         return {key: in_order(result[key]) for key in sorted(result)}
     return type(result)(map(in_order, result)) if type(result) in (list, tuple) else result
