@@ -458,7 +458,10 @@ class Contender:
         first = [answer(inputs, wait=lambda: None) for inputs in sets]
         with ThreadPoolExecutor(len(sets)) as pool:
             answers = pool.map if len(sets) > 1 else map
-            return least_like_first(lambda: [*answers(answer, sets)], REPEAT_SECONDS, first)
+            found = least_like_first(lambda: [*answers(answer, sets)], REPEAT_SECONDS, first)
+        # Of two threads that put a switch back each, one may leave what the other had switched. Other requests tell.
+        self.switches.put_back()
+        return found
 
     def ready(self, request: Request, own: Own, state: dict, given: tuple, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle.
