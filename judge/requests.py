@@ -424,8 +424,10 @@ def requests_after(
         few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else {1}
         few |= {MANY * batch + 5} if many and direction == "forward" else set()
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
-            # Batch 0 has no numbers that could be wrong, only other forms.
-            yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0)
+            # Batch 0 has no numbers that could be wrong, only other forms. What is no number, as a mean of no targets,
+            # has no gradient that is right alone.
+            finite = direction == "forward_backward"
+            yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0, finite=finite)
         said = f"in training mode, batch {batch + 1}"
         yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
