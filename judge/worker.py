@@ -400,26 +400,28 @@ class Contender:
         stand = standing(module) if training else []
         inputs = self._own(sets)
         late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
-        with request.memory(self.device, answers[0]), late:
-            found = answers_of(module, inputs, request, own, self._caller(module, inputs, request))
-            for answer, places in zip(found, answers):
-                self._copy(answer.leaves.values(), places)
-        if module.training:
-            module.eval()
-        restore(stand)
-        if How.THEN_EVAL in request.how:  # what eval mode folded is of statistics that are no more
-            module.train().eval()
-        if How.INFERENCE in request.how:  # a buffer that was made then could not be written any more
-            for buffers, name, x, values in standing(module):
-                buffers[name] = values if x.is_inference() else x
-        if How.MOVED in request.how:
-            module._apply(torch.clone)
-        for name, (p, data) in before_assigned.items():
-            p.data = data
-            owner, _, last = name.rpartition(".")
-            setattr(module.get_submodule(owner), last, p)
-        for x, data in laid:
-            x.data = data
+        try:
+            with request.memory(self.device, answers[0]), late:
+                found = answers_of(module, inputs, request, own, self._caller(module, inputs, request))
+                for answer, places in zip(found, answers):
+                    self._copy(answer.leaves.values(), places)
+        finally:  # the next request is not to suffer for an error in this one
+            if module.training:
+                module.eval()
+            restore(stand)
+            if How.THEN_EVAL in request.how:  # what eval mode folded is of statistics that are no more
+                module.train().eval()
+            if How.INFERENCE in request.how:  # a buffer that was made then could not be written any more
+                for buffers, name, x, values in standing(module):
+                    buffers[name] = values if x.is_inference() else x
+            if How.MOVED in request.how:
+                module._apply(torch.clone)
+            for name, (p, data) in before_assigned.items():
+                p.data = data
+                owner, _, last = name.rpartition(".")
+                setattr(module.get_submodule(owner), last, p)
+            for x, data in laid:
+                x.data = data
         forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
         told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
         return {"forms": forms, "names": names, "graphs": self.graphs, **told}
