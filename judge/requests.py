@@ -133,7 +133,7 @@ class Inputs:
         try:
             if change is Inputs.other_integers:
                 self.other_integers(x)
-            elif self.floating and not self.few or change is reverse_middle:
+            elif self.floating and not self.few or change in KEEP_INTEGERS:
                 change(x)
         except NotImplementedError:  # PyTorch has few operations on unsigned integers
             x.copy_(before)
@@ -276,26 +276,33 @@ def reverse_middle(x: torch.Tensor) -> None:
     middle[places] = middle[places].flip(0)
 
 
-def swap_two(x: torch.Tensor) -> None:
-    """Two numbers in the middle change places whose swap leaves the sum as it is, and the sum of squares, to the last
-    bit, since that may be a cache's key: those of `reverse_middle` are rounded otherwise. Zeros stay."""
-    sums = lambda: (x.sum(), x.double().sum(), x.double().square().sum())  # noqa: E731
-    first, before, quarter = x.clone(), sums(), x.numel() // 4
+def swap_two(x: torch.Tensor, along: int) -> None:
+    """Two numbers of a row (-1) or a column (0), one of them in the middle, change places whose swap leaves its sum as
+    it is, that of all, and that of squares, to the last bit, since these may be a cache's key: those of
+    `reverse_middle` are rounded otherwise. Zeros stay."""
+    sums = lambda: (x.sum(), x.sum(along), x.double().sum(), x.double().square().sum())  # noqa: E731
+    first, before, quarter = x.contiguous().clone(), sums(), x.numel() // 4
+    n, stride = x.shape[along], first.stride(along)
     for _ in range(SWAPS if quarter else 0):
         i, j = torch.randint(quarter, x.numel() - quarter, (2,)).tolist()
+        j = i + (j % n - i // stride % n) * stride
         flat = first.reshape(-1).clone()
         flat[[i, j]] = flat[[j, i]]
         x.copy_(flat.view_as(x))
-        if flat[i] != flat[j] and flat[i] and flat[j] and sums() == before:
+        if flat[i] != flat[j] and flat[i] and flat[j] and all(map(torch.equal, sums(), before)):
             break
         x.copy_(first)
 
 
+swap_in_a_row, swap_in_a_column = partial(swap_two, along=-1), partial(swap_two, along=0)
+KEEP_INTEGERS = (reverse_middle, swap_in_a_row)  # what is one hot, or a permutation, stays so
+
+
 def swap_in_each(model: torch.nn.Module) -> None:
-    """Neither the first and the last numbers of a parameter, nor its sum, tell of it."""
+    """Neither the first and the last numbers of a parameter, nor its sums, tell of it."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            swap_two(parameter.data)
+        if parameter.is_floating_point() and parameter.dim():
+            swap_in_a_row(parameter.data)
 
 
 LENIENT = {"may_differ": True, "may_refuse": True}
@@ -317,7 +324,8 @@ REQUESTS = {
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
         FINITE("numbers of each weight changed places since the last call", how=How.SPARING, weights=swap_in_each),
         Request("inputs that differ from the last ones in the middle", order=(0, 1), change=reverse_middle, alike=True),
-        Request("inputs whose sum is that of the last ones", order=(0, 1), change=swap_two, alike=True),
+        Request("inputs with the last ones' sums, and of rows", order=(0, 1), change=swap_in_a_row, alike=True),
+        Request("inputs with the last ones' sums, and of columns", order=(0, 1), change=swap_in_a_column, alike=True),
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
