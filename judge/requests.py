@@ -431,6 +431,7 @@ def requests_after(
         others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
         few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else {1}
         few |= {MANY * batch + 5} if many and direction == "forward" else set()
+        few |= {max(1, batch - 1), min(15, 2 * batch - 1)}  # one short of what a tile of rows holds
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
             # Batch 0 has no numbers that could be wrong, only other forms. What is no number, as a mean of no targets,
             # has no gradient that is right alone.
