@@ -109,7 +109,7 @@ class Request:
     alike: bool = False  # all sets of inputs are the first, which alone is not changed
     batch: int | None = None
     layout: str = "dense"  # in which of LAYOUTS the inputs lie
-    laid: int | None = None  # of the inputs every second, from this one on; None: all
+    laid: int | None = None  # it, or the change, is of every second input, from this one on; None: of all
     # The judge reads what the answer has to be.
     both_gates: bool = False  # the Model must have an answer; an error against float64 counts
     finite: bool = False  # not asked where the Model's answer is not finite

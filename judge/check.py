@@ -578,7 +578,9 @@ def put(case: Case, request: Request, must: bool) -> None:
         drawn = case.inputs(request.seed + 100 * i * (not request.alike), request.batch)
         if request.change and (i or not request.alike):
             reseed(request.seed + i)
-            changed.extend(known.changed(x, request.change) for x, known in zip(tensors_of(drawn), case.inputs_are))
+            known = [*zip(tensors_of(drawn), case.inputs_are)]
+            known = known if request.laid is None else known[request.laid :: 2]
+            changed.extend(each.changed(x, request.change) for x, each in known)
             if request.change is Inputs.other_integers:
                 changed.append(tree_any(lambda x: half(x) is not x, drawn))
                 drawn = tree_map(half, drawn)
@@ -601,7 +603,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         return
     if request.layout != "dense" and not any(laid_anew):  # as channels last, of rows
         return
-    if request.laid is not None and all(laid_anew):  # a single input
+    if request.laid is not None and (all(laid_anew) or len(case.inputs_are) < 2):  # a single input
         return
     if request.whose == "the last input's" and sum(x.is_floating_point() for x in tensors_of(sets[0])) < 2:
         return

@@ -311,6 +311,7 @@ TRAINS = MAY_REFUSE | {"both_gates": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
 INTEGERS = FINITE("other integers and masks, half of each number", change=Inputs.other_integers)
+ONE_OTHER = partial(Request, order=(0, 1), change=reverse_middle, alike=True)
 NORMS = FINITE("weights of norms 8 times as large", weights=larger_norms)
 
 # Asked at the shape and in the layout that is timed.
@@ -326,6 +327,8 @@ REQUESTS = {
         Request("inputs that differ from the last ones in the middle", order=(0, 1), change=reverse_middle, alike=True),
         Request("inputs with the last ones' sums, and of rows", order=(0, 1), change=swap_in_a_row, alike=True),
         Request("inputs with the last ones' sums, and of columns", order=(0, 1), change=swap_in_a_column, alike=True),
+        ONE_OTHER("the first of two inputs is another than in the last call", laid=0),
+        ONE_OTHER("the second of two inputs is another than in the last call", laid=1),
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
@@ -354,6 +357,7 @@ REQUESTS = {
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         FINITE("inputs that are all zero", change=lambda x: x.zero_()),
         INTEGERS,
+        replace(INTEGERS, when="other integers and masks beside the last call's inputs", order=(0, 1), alike=True),
         FINITE("True for False, 1 for 0 and the other way round", change=other_truth, **LENIENT),
         Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
         Request(
