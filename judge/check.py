@@ -111,6 +111,7 @@ class Case:
     drawn: dict[tuple[str, bool], list] = field(default_factory=dict)
     sloped: set[bool] = field(default_factory=set)  # in which modes, training or not, slopes were looked at
     random: set[bool] = field(default_factory=set)  # in which modes the Model draws random numbers
+    reuses: bool = False  # the Model gives the memory of an earlier answer again
     infinite: bool = False  # the Model's answer to ordinary inputs has infinities or NaN, as masked scores have
     keeps: bool = False  # a call changes what the Model keeps beside its state_dict, as a number that counts calls
 
@@ -633,6 +634,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         return
     if RANDOM in expected[0].did:
         case.random.add(training)
+    case.reuses |= REUSED in expected[0].did
     if not is_kept(kept, kept_by(called)):
         case.keeps = True
         expected = [each._replace(did=[*each.did, "writes what is not in its state_dict"]) for each in expected]
@@ -657,7 +659,8 @@ def put(case: Case, request: Request, must: bool) -> None:
     reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
     if not len(reply["forms"]) == len(reply["names"]) == len(places):
         reject(request, [GARBLED])
-    of_the_model_too = {*expected[0].did, *[RANDOM] * (training in case.random)}  # of no samples it draws no numbers
+    of_the_model_too = {*expected[0].did, *[REUSED] * case.reuses}
+    of_the_model_too |= {*[RANDOM] * (training in case.random)}  # of no samples it draws no numbers
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in of_the_model_too]
     lacks = (REUSED, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
     if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode

@@ -57,6 +57,7 @@ from judge.answers import (
     APART,
     LAYOUTS,
     REPEAT_SECONDS,
+    REUSED,
     How,
     Own,
     Request,
@@ -66,6 +67,7 @@ from judge.answers import (
     form_of,
     in_order,
     least_like_first,
+    memory_of,
     parameters_by_name,
     places_of,
     restore,
@@ -398,7 +400,7 @@ class Contender:
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
         stand = standing(module) if training else []
-        inputs = self._own(sets)
+        inputs, self.reuses = self._own(sets), False
         late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
         try:
             with request.memory(self.device, answers[0]), late:
@@ -424,6 +426,7 @@ class Contender:
                 x.data = data
         forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
         told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
+        told["did"] += [REUSED] * self.reuses
         return {"forms": forms, "names": names, "graphs": self.graphs, **told}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
@@ -448,16 +451,20 @@ class Contender:
         """The answers to all sets of inputs. Several are asked for at the same time, each by a thread of its own; one
         in this thread, since torch.compile replays its CUDA graphs in no other. The first, by which a race is seen, are
         asked for one after the other."""
-        start = threading.Barrier(len(sets))
+        start, held, kept = threading.Barrier(len(sets)), set(), []  # kept: first answers, whose memory is not free
 
         def answer(inputs: list, wait: Callable = start.wait):
             self.switches.put_back()  # some are a thread's own; other requests tell them
             with torch.no_grad():
                 given = tree_map_only(torch.Tensor, torch.clone, inputs)
                 wait()
-                return tree_map_only(torch.Tensor, lambda x: alike(x).requires_grad_(x.requires_grad), module(*given))
+                result = module(*given)
+                self.reuses |= bool(memory_of(result) & held)
+                kept.extend([result] * (len(kept) < len(sets)))
+                return tree_map_only(torch.Tensor, lambda x: alike(x).requires_grad_(x.requires_grad), result)
 
         first = [answer(inputs, wait=lambda: None) for inputs in sets]
+        held |= memory_of(kept)
         with ThreadPoolExecutor(len(sets)) as pool:
             answers = pool.map if len(sets) > 1 else map
             found = least_like_first(lambda: [*answers(answer, sets)], REPEAT_SECONDS, first)
