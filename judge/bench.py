@@ -82,6 +82,11 @@ def place_of(turn: int, most: int) -> int | None:
     return place if place < most else None
 
 
+def scale_each(x: torch.Tensor) -> torch.Tensor:
+    """Each number by a factor of its own: who remembers an answer may scale it where all have the same."""
+    return x.mul_(torch.rand_like(x).mul_(0.1).add_(0.9))
+
+
 class Ring:
     """The inputs of the calls of a round, the memory where a contender finds those of one, and that of its answer."""
 
@@ -107,7 +112,7 @@ class Ring:
         self.written, self.are_written = [], False  # what was last given; whether a contender wrote into it
         self.keeps = nbytes <= CALLS_BYTES  # what is given in a round; otherwise it is drawn again for each contender
         self.old = old if self.keeps else []
-        self.varies = set()  # which inputs, the same in all draws, are other integers in each timed call
+        self.varies = set()  # which inputs, the same in all draws, are others in each timed call
         self.varies = self.can_vary()
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {"new": [], "eager": []}  # the answers that are looked at in the end
@@ -140,16 +145,16 @@ class Ring:
         self.fresh = [self.drawn(i) for i in range(calls)] if self.keeps else []
 
     def draw(self, seed: int, factor: float) -> list:
-        """Inputs that are scaled, in case a file ignores seeds; other integers, where all draws are the same."""
+        """Inputs that are scaled, so that none is known; others, where all draws are the same."""
         leaves, form = tree_flatten(self.case.inputs(seed))
         leaves = [x if isinstance(x, torch.Tensor) else fixed for x, fixed in zip(leaves, self.fixed)]
         drawn = tree_unflatten(leaves, form)
         for i, (x, known) in enumerate(zip(tensors_of(drawn), self.case.inputs_are)):
-            if known.free() and x.numel():
-                x.mul_(factor)
-            elif i in self.varies:
+            if i in self.varies:
                 reseed(seed)
-                known.changed(x, Inputs.other_integers)
+                known.changed(x, scale_each if known.free() else Inputs.other_integers)
+            elif known.free() and x.numel():
+                x.mul_(factor)
         return drawn
 
     def can_vary(self) -> set[int]:
@@ -157,13 +162,14 @@ class Ring:
         if not self.keeps:
             return set()
         pairs = enumerate(zip(*(tensors_of(self.case.inputs(seed)) for seed in (0, 1))))
-        self.varies = {i for i, pair in pairs if same_bits(*pair) and not self.case.inputs_are[i].free()}
+        same = {i for i, pair in pairs if same_bits(*pair)}
         shapes = [x.shape for x in self.answers]
-        with contextlib.suppress(Rejected), of_the_model(self.case.precision):
-            others = (self.draw(seed, 1.0) for seed in range(TRIED * bool(self.varies)))
-            answers = [self.case.answers(copy.deepcopy(self.case.model), [each], self.request) for each in others]
-            if all([x.shape for x in found.tensors().values()] == shapes for (found,) in answers):
-                return self.varies
+        for self.varies in (same, {i for i in same if not self.case.inputs_are[i].free()}):
+            with contextlib.suppress(Rejected), of_the_model(self.case.precision):
+                others = (self.draw(seed, 1.0) for seed in range(TRIED * bool(self.varies)))
+                answers = [self.case.answers(copy.deepcopy(self.case.model), [each], self.request) for each in others]
+                if all([x.shape for x in found.tensors().values()] == shapes for (found,) in answers):
+                    return self.varies
         return set()
 
     def given(self, i: int) -> tuple[list, list]:
