@@ -252,6 +252,14 @@ def larger_norms(model: torch.nn.Module) -> None:
             weight.data.mul_(8.0)
 
 
+def fill_zeros(model: torch.nn.Module) -> None:
+    """Zeros of trained parameters, as an identity has them, do not stay zero; those of a padding row do."""
+    for module in model.modules():
+        for x in module.parameters(recurse=False) if getattr(module, "padding_idx", None) is None else ():
+            if x.is_floating_point() and x.requires_grad:
+                x.data.add_((x == 0) * (torch.rand_like(x) - 0.5))
+
+
 def shift_biases(model: torch.nn.Module) -> None:
     for module in model.modules():
         bias = dict(module.named_parameters(recurse=False)).get("bias")
@@ -347,6 +355,7 @@ REQUESTS = {
         Request("called again with the same inputs in training mode", how=How.TRAIN, order=(0,) * 5, random=True),
         *[Request("in training mode, where it draws", how=How.TRAIN, random=True)] * MANY_DRAWS,
         SIGNS,
+        FINITE("weights without zeros", weights=fill_zeros),
         FINITE("biases whose mean is large", weights=shift_biases),
         NORMS,
         # exp(-112) is 0 in float32, exp(112) infinite.
