@@ -76,6 +76,7 @@ class How(Flag):
     MOVED = auto()  # the weights have moved in memory, to where nothing is aligned
     ASSIGNED = auto()  # the weights are other parameters, as load_state_dict(..., assign=True) makes them
     COPIED = auto()  # a deepcopy is asked, made when the module had been called, as who averages weights makes one
+    INFERRED = auto()  # a new module is asked, called in inference mode before
     EXCHANGED = auto()  # the weights come by p.data = ..., as averaged ones do: neither p nor its version changes
     UNSEEN = auto()  # the weights come by p.data.copy_(...), which not even p's place in memory tells
     CHANNELS_LAST = auto()  # weights of four dimensions lie in channels-last layout

@@ -480,7 +480,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         or (How.THEN_EVAL in request.how and True in case.random)  # what a call learns from, it draws
         or (How.THREADS in request.how and REUSED in known)
         or (How.COPIED in request.how and "deepcopy" in known)
-        or (How.SECOND in request.how and case.unmatched)  # only the first is made with the right weights
+        or (request.how & (How.SECOND | How.INFERRED) and case.unmatched)  # only the first has the right weights
         or (training and request.batch != case.small_batch and "refuses batch" in known)
     ):
         return
@@ -625,6 +625,9 @@ def put(case: Case, request: Request, must: bool) -> None:
     kept = kept_by(called)
     try:
         with request.memory(case.device), of_the_model(case.precision):
+            if How.INFERRED in request.how:
+                with torch.inference_mode():
+                    called(*case.inputs(request.seed, request.batch))
             expected = case.answers(called, sets, request)
             if How.COPIED in request.how:  # where the Model cannot be copied, as with weight_norm, nobody need be
                 copy.deepcopy(called)

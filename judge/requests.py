@@ -319,6 +319,7 @@ TRAINS = MAY_REFUSE | {"both_gates": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
 INTEGERS = FINITE("other integers and masks, half of each number", change=Inputs.other_integers)
+INFERRED = BOTH("gradients in a module whose first call was in inference mode", how=How.INFERRED, **LENIENT)
 ONE_OTHER = partial(Request, order=(0, 1), change=reverse_middle, alike=True)
 NORMS = FINITE("weights of norms 8 times as large", weights=larger_norms)
 
@@ -405,6 +406,7 @@ REQUESTS = {
         BOTH("an incoming gradient for some of the channels", incoming="some of the channels", **MAY_REFUSE),
         replace(INTEGERS, direction="forward_backward"),
         replace(NORMS, direction="forward_backward"),
+        INFERRED,
         BOTH("two instances with other weights in turns", how=How.TWIN),
         BOTH("every second weight changed since the last call", how=How.SPARING, weights=every_second),
         BOTH("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
@@ -421,6 +423,7 @@ def requests_after(
     if gradients:
         yield BOTH("gradients; with --backward it is wrong", **LENIENT)
         yield BOTH("gradients in training mode; with --backward it is wrong", how=How.TRAIN, both_gates=True, **LENIENT)
+        yield INFERRED
         yield BOTH("gradients that are expanded, as sum() gives them", incoming="expanded", **LENIENT)
     yield of("after it was timed")
     if direction == "forward":

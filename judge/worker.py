@@ -268,7 +268,7 @@ class Contender:
 
         With `other` the second is made from another seed.
         """
-        lacks, copies = [], []
+        lacks, copies, self.seed = [], [], seed
         make = lambda seed: cast(self.problem.make(self.cls, seed), self.dtype, self.device)  # noqa: E731
         made = make(seed if other is None else other)
         if examine:
@@ -354,6 +354,8 @@ class Contender:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
         module, *others = self.modules[::-1] if How.SECOND in request.how else self.modules
+        if inferred := How.INFERRED in request.how and not is_compiled(module):  # that would take a minute
+            module = cast(self.problem.make(self.cls, self.seed), self.dtype, self.device)
         training = bool(request.how & (How.TRAIN | How.IGNORED))
         if module.training != training:  # else not: what is made from weights at each eval() would never grow old
             set_mode(module, training, request.how)
@@ -373,6 +375,9 @@ class Contender:
         # writes does not tell them apart.
         for instance, state in zip((module, *others), (states[0], states[1], states[1])):
             self.take(instance, state, own, request.how)
+        if inferred:
+            with torch.inference_mode():
+                module(*self._own(sets)[0])
         before_assigned = {}
         if How.ASSIGNED in request.how:
             before_assigned = {name: (p, p.data) for name, p in module.named_parameters(remove_duplicate=False)}
