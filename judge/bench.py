@@ -31,6 +31,7 @@ from judge.source import reseed
 from judge.worker import FLUSH_BYTES, Rejected, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
+SEARCHED = 5  # one round of so many is searched for processes that go on
 MOST_CALLS, CALLS_BYTES = 8, 1 << 30  # of a turn, and of their inputs, which are drawn before the round
 MOST_KEPT, KEPT_BYTES = 8, 2 << 30  # of the timed answers that are looked at, of the candidate's and of eager's each
 SPOILT, FACTOR = 1024, 512.0  # elements of an input that are overwritten after a call, floats by others so much larger
@@ -123,6 +124,7 @@ class Ring:
         self.last = []  # what the candidate's last answer had in these places
         self.spoils = OF_AN_INPUT not in " ".join(expected.did + case.no_dropin)
         self.spoilt = []  # see `draw_spoilt`
+        self.searches = False  # whether this round is one of those in which what goes on is looked for
         self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
         self.state = case.state(case.model)
         del old, expected, outputs, roots  # gigabytes, which others need
@@ -235,10 +237,17 @@ class Ring:
                 each.ask("wait")
             worker.ask("warm_up")
 
-    def call(self, name: str, i: int, flushes: int, waits: float | None = None) -> tuple[dict, float]:
+    def search(self) -> None:
+        """Raises Rejected where something of the candidate's goes on while it is stopped."""
+        if self.searches and self.case.workers["new"].strays():
+            raise Rejected(ESCAPED)
+
+    def call(self, name: str, i: int, flushes: int, waits: float | None = None, searched=False) -> tuple[dict, float]:
         """A call of a turn: the contender's reply, and the milliseconds that it took beyond what it claims."""
         worker = self.case.workers[name]
         self.write(*self.given(i))
+        if searched:  # who computes while inputs are written may end with the turn
+            self.search()
         reply = worker.ask("time", flushes=flushes, seed=self.seeds[i], waits=waits)
         begin = worker.asked
         self.spoil()
@@ -250,10 +259,10 @@ class Ring:
         kept = self.kept.get(name)
         self.warm_up(name)
         place = None if kept is None else place_of(len(samples.ms[name]) + 1, self.most_kept)  # drawn before the calls
-        looked_at = secret.randrange(samples.calls)
+        looked_at, searched = (secret.randrange(samples.calls) for _ in range(2))
         claimed, beyond = [], 0.0
         for i in range(samples.calls):
-            reply, more = self.call(name, i, flushes)
+            reply, more = self.call(name, i, flushes, searched=name == "new" and i == searched)
             if not 0 < reply["ms"] < math.inf:
                 raise Rejected(f"claims that a call took {reply['ms']} milliseconds")
             claimed.append(reply["ms"])
@@ -356,15 +365,15 @@ def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: in
         if turn >= least * MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
-        if turn % MIN_ROUNDS == 0:  # a helper may come late and end early
-            spot = turn + secret.randrange(MIN_ROUNDS)
-        if turn == spot and "new" in case.workers and case.workers["new"].strays():
-            raise Rejected(ESCAPED)
+        if turn % SEARCHED == 0:  # a helper may come late and end early
+            spot = turn + secret.randrange(SEARCHED)
+        ring.searches = turn == spot
         for name in secret.sample(list(case.workers), len(case.workers)):
             try:
                 claimed = ring.take_turn(name, samples, flushes)
                 if name == "new":
                     look_at_ranks(case)
+                    ring.search()
                 if name == "new" and least > 1 and case.device == "cuda":  # something was found before
                     ring.stand_in(claimed, samples, flushes)
             except Rejected as failed:
