@@ -277,6 +277,11 @@ def fill_two(x: torch.Tensor, value: float) -> None:
         x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
 
 
+def to_size_2(x: torch.Tensor) -> None:
+    """Neither so small that an approximation around 0 holds, nor so large that functions are saturated."""
+    x.mul_(2.0 / (float(x.double().square().mean().sqrt()) or 1.0))
+
+
 def reverse_middle(x: torch.Tensor) -> None:
     """The sum stays, and so do the first and the last rows, and zeros."""
     middle = x[len(x) // 4 : len(x) - len(x) // 4] if x.dim() else x
@@ -364,6 +369,7 @@ REQUESTS = {
         FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs 20 times as large", change=lambda x: x.mul_(20.0), **LENIENT),
+        FINITE("inputs whose root mean square is 2", change=to_size_2, **LENIENT),
         FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         FINITE("inputs that are all zero", change=lambda x: x.zero_()),
         INTEGERS,
