@@ -68,6 +68,7 @@ class How(Flag):
     OTHER_PART = auto()  # the second, fourth, ... parameter is frozen, and only the first output has a gradient
     TWICE = auto()  # gradients of the gradients, too
     WRITTEN = auto()  # outputs are written in place between the forward and the backward pass, as relu_ does
+    OVERWRITTEN = auto()  # and so are the inputs
     # What a candidate alone is put through.
     LOADED = auto()  # the weights come by load_state_dict, not in place as an optimizer writes them
     SPARING = auto()  # only those weights are written whose values change
@@ -272,10 +273,11 @@ def answer_of(module, own: Own, call: tuple, wanted: dict, request: Request, did
     found = {f"output {k}" if len(leaves) > 1 else "output": leaf for k, leaf in enumerate(leaves)}
     if request.direction == "forward_backward" and wanted and roots:
         incoming = [normal_like(x, request) for x in roots]
-        if How.WRITTEN in request.how:
+        if request.how & (How.WRITTEN | How.OVERWRITTEN):
             with torch.no_grad():
                 found = tree_map_only(torch.Tensor, torch.clone, found)  # outputs of the Model's may share memory
-                for x in roots:
+                inputs = [x for name, x in wanted.items() if name.startswith("input ")]
+                for x in roots if How.WRITTEN in request.how else inputs:
                     x.fill_(0.5)
         of = list(wanted.values())
         # A fused kernel gives zeros where nothing depends on an input: None is zeros.

@@ -498,7 +498,8 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     except (Rejected, torch.OutOfMemoryError) as raised:
         error = as_rejected(raised)
         if error.kind == "raised" and request.may_refuse:
-            case.lacks(f"refuses {request.when}: {error}")
+            if How.OVERWRITTEN not in request.how:  # PyTorch tells who saves what is written then
+                case.lacks(f"refuses {request.when}: {error}")
         elif error.kind in ("raised", "crashed"):
             reject(request, [*error.args], error.kind)
         elif error.kind == "memory" and not must:

@@ -384,6 +384,7 @@ REQUESTS = {
         BOTH("two forward passes before two backward passes", order=(0, 1)),
         BOTH("a second backward pass of one graph", how=How.REPEATED, **MAY_REFUSE),
         BOTH("the outputs written in place before the backward pass", how=How.WRITTEN, **MAY_REFUSE),
+        BOTH("the inputs written in place before the backward pass", how=How.OVERWRITTEN, **LENIENT),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
         BOTH("only the last output in the loss, every second parameter frozen", how=How.IN_PART),
