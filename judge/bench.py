@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from judge.answers import OF_AN_INPUT, How, Request, bytes_of, normal_like, places_of, same_bits, tensors_of
 from judge.check import Case, blank, inspect, of_the_model
+from judge.gates import are_close
 from judge.requests import Inputs, secret
 from judge.source import reseed
 from judge.worker import FLUSH_BYTES, Rejected, settle
@@ -117,10 +118,11 @@ class Ring:
         self.varies = self.can_vary()
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, bytes_of(self.answers))))
         self.kept = {"new": [], "eager": []}  # the answers that are looked at in the end
-        self.repeated = []  # and those of the candidate's that look like its answer to the call before
+        self.odd = []  # and those of the candidate's that look like its answer to the call before, or unlike eager's
         sizes = [x.numel() for x in self.answers]
         chosen = [torch.tensor([secret.randrange(n) for _ in range(min(n, SAMPLED))]) for n in sizes]
         self.places = [places.long().to(x.device) for places, x in zip(chosen, self.answers)]
+        self.of_eager = []  # what eager's answers of the round had in these places
         self.last = []  # what the candidate's last answer had in these places
         self.spoils = OF_AN_INPUT not in " ".join(expected.did + case.no_dropin)
         self.spoilt = []  # see `draw_spoilt`
@@ -142,7 +144,7 @@ class Ring:
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees."""
-        self.seeds = [secret.getrandbits(31) for _ in range(calls)]
+        self.seeds, self.of_eager = [secret.getrandbits(31) for _ in range(calls)], []
         self.draws = [partial(self.draw, seed, secret.uniform(0.9, 1.0)) for seed in self.seeds]
         self.fresh = [self.drawn(i) for i in range(calls)] if self.keeps else []
 
@@ -267,25 +269,33 @@ class Ring:
                 raise Rejected(f"claims that a call took {reply['ms']} milliseconds")
             claimed.append(reply["ms"])
             beyond += more
-            repeats = name == "new" and self.repeats() and len(self.repeated) < self.most_kept
-            if place is not None and i == looked_at or repeats:
+            is_odd = self.is_odd(name, i) and len(self.odd) < self.most_kept
+            if place is not None and i == looked_at or is_odd:
                 given = [x.clone() for x in places_of(reply["forms"], self.answers)]
                 answer = reply["forms"], given, self.draws[i], self.seeds[i]
-                if repeats:
-                    self.repeated.append(answer)
+                if is_odd:
+                    self.odd.append(answer)
                 else:
                     kept[place : place + 1] = [answer]
         samples.ms[name].append(sum(claimed) / len(claimed))
         samples.beyond[name].append(beyond)
         return claimed
 
-    def repeats(self) -> bool:
-        """Whether an answer has what the last one had, wherever it was sampled."""
+    def is_odd(self, name: str, i: int) -> bool:
+        """Whether an answer of the candidate's has what its last one had, wherever it was sampled; or, there, another
+        than eager's, if that had its turn first."""
         # As bytes, since PyTorch 2.8 does not index float8.
         values = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in self.answers]
         found = [x.reshape(-1)[places] for x, places in zip(values, self.places)]
+        if name == "eager":
+            self.of_eager.append(found)
+        if name != "new":
+            return False
         before, self.last = self.last, found
-        return bool(before) and all(map(same_bits, found, before))
+        if before and all(map(same_bits, found, before)):
+            return True
+        pairs = zip(found, self.of_eager[i]) if self.of_eager else []
+        return not all(are_close(mine, theirs, self.case.tolerance(theirs), 1.0) for mine, theirs in pairs)
 
     def stand_in(self, claimed: list[float], samples: Samples, flushes: int) -> None:
         """A turn of eager's process in which the GPU waits for as long as the candidate has claimed, call by call.
@@ -318,7 +328,7 @@ def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Sampl
         if isinstance(x, torch.Tensor) and not same_bits(x, ring.state[name].to(x.device)):
             raise Rejected(f"writes the memory in which the judge hands out {name}")
     kept, request = ring.kept, ring.request
-    kept["new"] += ring.repeated
+    kept["new"] += ring.odd
     ring.release()
     settle(case.device)
     for name, answers in kept.items():
