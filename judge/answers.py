@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import random
@@ -29,6 +30,7 @@ OWN_MODE = "leaves itself in another mode than it was called in"
 GRAPH_KEPT = "leaves a buffer that keeps the graph of its call"
 OF_AN_INPUT = "returns an input's own memory as an output"
 REUSED = "gives the memory of an earlier answer again"
+LEAKS = "keeps tensors of each call, more and more"
 SHARED = "gives outputs that share memory"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
 # Of calls, and of one graph's backward passes, that may race: where so many seconds are over, at least so many calls.
@@ -246,6 +248,11 @@ def apart(now, first) -> float:
     dense = [(a, b) for a, b in tensors if a.layout == b.layout == torch.strided and a.shape == b.shape]
     pairs = (pair for a, b in dense if not same_bits(a, b) for pair in chunks(a, b))
     return max((float(distance(a.double(), b.double()).max()) for a, b in pairs), default=0.0)
+
+
+def alive() -> int:
+    """How many tensors there are."""
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
 def least_like_first(call: Callable[[], Sequence], seconds: float, first: Sequence | None = None) -> Sequence:

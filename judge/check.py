@@ -25,6 +25,7 @@ from judge.answers import (
     AFTERWARDS,
     GRAD_MODE,
     GRAPH_KEPT,
+    LEAKS,
     OF_A_LEAF,
     OWN_MODE,
     RANDOM,
@@ -627,8 +628,9 @@ def put(case: Case, request: Request, must: bool) -> None:
     try:
         with request.memory(case.device), of_the_model(case.precision):
             if How.INFERRED in request.how:
+                first = case.inputs(request.seed, request.batch)
                 with torch.inference_mode():
-                    called(*case.inputs(request.seed, request.batch))
+                    called(*first)
             expected = case.answers(called, sets, request)
             if How.COPIED in request.how:  # where the Model cannot be copied, as with weight_norm, nobody need be
                 copy.deepcopy(called)
@@ -666,7 +668,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     of_the_model_too = {*expected[0].did, *[REUSED] * case.reuses}
     of_the_model_too |= {*[RANDOM] * (training in case.random)}  # of no samples it draws no numbers
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in of_the_model_too]
-    lacks = (REUSED, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
+    lacks = (REUSED, LEAKS, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
     if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
         lacks += (RANDOM,)
     known = [what for what in wrong if what.startswith(lacks)]

@@ -24,6 +24,7 @@ import contextlib
 import copy
 import ctypes
 import fcntl
+import gc
 import hashlib
 import importlib
 import inspect
@@ -56,11 +57,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from judge.answers import (
     APART,
     LAYOUTS,
+    LEAKS,
+    LEAST_REPEATS,
     REPEAT_SECONDS,
     REUSED,
     How,
     Own,
     Request,
+    alive,
     answers_of,
     apart,
     compared,
@@ -376,8 +380,9 @@ class Contender:
         for instance, state in zip((module, *others), (states[0], states[1], states[1])):
             self.take(instance, state, own, request.how)
         if inferred:
+            first = self._own(sets)[0]
             with torch.inference_mode():
-                module(*self._own(sets)[0])
+                module(*first)
         before_assigned = {}
         if How.ASSIGNED in request.how:
             before_assigned = {name: (p, p.data) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -405,7 +410,7 @@ class Contender:
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         # Running statistics that have no name of the Model's are given back; others come with the next request.
         stand = standing(module) if training else []
-        inputs, self.reuses = self._own(sets), False
+        inputs, self.reuses, self.leaks = self._own(sets), False, False
         late = self._late(inputs) if How.LATE in request.how else contextlib.nullcontext()
         try:
             with request.memory(self.device, answers[0]), late:
@@ -431,7 +436,7 @@ class Contender:
                 x.data = data
         forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
         told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
-        told["did"] += [REUSED] * self.reuses
+        told["did"] += [REUSED] * self.reuses + [LEAKS] * self.leaks
         return {"forms": forms, "names": names, "graphs": self.graphs, **told}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
@@ -470,11 +475,13 @@ class Contender:
 
         first = [answer(inputs, wait=lambda: None) for inputs in sets]
         held |= memory_of(kept)
+        least = alive() + LEAST_REPEATS + 2 * len(tree_leaves(first))  # two answers more are found
         with ThreadPoolExecutor(len(sets)) as pool:
             answers = pool.map if len(sets) > 1 else map
             found = least_like_first(lambda: [*answers(answer, sets)], REPEAT_SECONDS, first)
         # Of two threads that put a switch back each, one may leave what the other had switched. Other requests tell.
         self.switches.put_back()
+        self.leaks = alive() >= least and gc.collect() >= 0 and alive() >= least
         return found
 
     def ready(self, request: Request, own: Own, state: dict, given: tuple, answers: list, seconds: float) -> dict:
