@@ -366,6 +366,11 @@ REQUESTS = {
         NORMS,
         # exp(-112) is 0 in float32, exp(112) infinite.
         FINITE("every second row raised by 112", change=lambda x: x[::2].add_(shiftable(x)[::2], alpha=112.0)),
+        FINITE(
+            "every second column raised by 112",
+            change=lambda x: x[..., ::2].add_(shiftable(x)[..., ::2], alpha=112.0),
+            **LENIENT,
+        ),
         FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs 20 times as large", change=lambda x: x.mul_(20.0), **LENIENT),
