@@ -31,6 +31,7 @@ GRAPH_KEPT = "leaves a buffer that keeps the graph of its call"
 OF_AN_INPUT = "returns an input's own memory as an output"
 REUSED = "gives the memory of an earlier answer again"
 LEAKS = "keeps tensors of each call, more and more"
+WANTS = "changes whether a gradient is wanted of"
 SHARED = "gives outputs that share memory"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
 # Of calls, and of one graph's backward passes, that may race: where so many seconds are over, at least so many calls.
@@ -198,7 +199,7 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     before = {}
     for name, x in watched(module, sets, own).items():
         compares = x.layout == torch.strided and x.nbytes < small
-        before[name] = x, x._version, x.detach().clone() if compares else x
+        before[name] = x, x._version, x.requires_grad, x.detach().clone() if compares else x
     reseed(request.seed + APART)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
     recorded, trains = request.direction != "forward", module.training
@@ -431,11 +432,13 @@ def watched(module, sets: list, own: Own) -> dict[str, torch.Tensor]:
 
 def written(before: dict[str, tuple], now: dict[str, torch.Tensor]) -> list[str]:
     said = []
-    for name, (x, version, bits) in before.items():
+    for name, (x, version, wants, bits) in before.items():
         found = now.get(name)
         new_view = found is not None and found is not x and found.data_ptr() == x.data_ptr()  # by a state_dict hook
         if found is not x and not new_view or x._version != version or not (bits is x or same_bits(found, bits)):
             said.append(f"writes {name}")
+        elif x.requires_grad != wants:
+            said.append(f"{WANTS} {name}")
     return said
 
 

@@ -31,6 +31,7 @@ from judge.answers import (
     RANDOM,
     REUSED,
     SHARED,
+    WANTS,
     Answer,
     How,
     Own,
@@ -668,7 +669,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     of_the_model_too = {*expected[0].did, *[REUSED] * case.reuses}
     of_the_model_too |= {*[RANDOM] * (training in case.random)}  # of no samples it draws no numbers
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in of_the_model_too]
-    lacks = (REUSED, LEAKS, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
+    lacks = (REUSED, LEAKS, WANTS, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
     if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
         lacks += (RANDOM,)
     known = [what for what in wrong if what.startswith(lacks)]
