@@ -676,7 +676,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     case.lacks(*known)
     wrong = [what for what in wrong if what not in known]
     if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
-        wrong.append("draws no random numbers, and the Model does")
+        case.lacks("draws no random numbers of PyTorch's, which manual_seed sets, and the Model does")
     if reply["given"] != expected[0].given and reply["tree"] == expected[0].tree:
         case.lacks(f"gives {reply['given']}, the Model {expected[0].given}")
     if reply["tree"] != expected[0].tree:
