@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from signal import SIG_DFL, SIGCONT
 from typing import NamedTuple
 
 import torch
@@ -81,6 +83,11 @@ def put_stream(was: int) -> None:
         torch.cuda.set_stream(torch.cuda.ExternalStream(was) if was else torch.cuda.default_stream())
 
 
+def handles_resumption() -> bool:
+    """Which comes before the contender's own clock starts."""
+    return signal.getsignal(SIGCONT) is not SIG_DFL
+
+
 C = torch._C
 SWITCHES = [
     Switch("TF32, the precision of float32 products", precision, put_precision),
@@ -108,6 +115,7 @@ SWITCHES = [
     Switch("its checkpoints", lambda: KIND[0], partial(KIND.__setitem__, 0)),
     Switch("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     Switch("the current directory", os.getcwd, os.chdir),
+    Switch("whether it computes when it is resumed", handles_resumption, lambda _: signal.signal(SIGCONT, SIG_DFL)),
     Switch("the current stream", stream, put_stream),
 ]
 
