@@ -567,9 +567,40 @@ def is_out_of_range(model: torch.nn.Module, sets: list) -> bool:
     return False
 
 
+def drawn_anew(case: Case, request: Request, changed: list, laid_anew: list, i: int) -> list:
+    """Set `i` of a request's inputs. `changed` and `laid_anew` get whether each input was changed, or laid anew."""
+    drawn = case.inputs(request.seed + 100 * i * (not request.alike), request.batch)
+    if request.change and (i or not request.alike):
+        reseed(request.seed + i)
+        known = [*zip(tensors_of(drawn), case.inputs_are)]
+        known = known if request.laid is None else known[request.laid :: 2]
+        changed.extend(each.changed(x, request.change) for x, each in known)
+        if request.change is Inputs.other_integers:
+            changed.append(tree_any(lambda x: half(x) is not x, drawn))
+            drawn = tree_map(half, drawn)
+        elif request.change is other_truth:
+            changed.append(tree_any(lambda x: other_truth(x) is not x, drawn))
+            drawn = tree_map(other_truth, drawn)
+    every = tensors_of(drawn) if request.laid is None else tensors_of(drawn)[request.laid :: 2]
+    chosen = {id(x) for x in every if x.dim()}
+    layout = LAYOUTS[request.layout]
+    laid = tree_map_only(torch.Tensor, lambda x: layout(x) if id(x) in chosen else x, drawn)
+    laid_anew.extend(mine is not old for mine, old in zip(tensors_of(laid), tensors_of(drawn)))
+    return laid
+
+
+def states_of(case: Case, request: Request, model: torch.nn.Module) -> list[dict]:
+    """Of the candidate's two instances."""
+    if How.TWIN not in request.how:
+        return [case.state(model)] * 2
+    other = copy.deepcopy(model)
+    perturb(other, request.seed + 1)
+    return [case.state(model), case.state(other)]
+
+
 def put(case: Case, request: Request, must: bool) -> None:
     """Asks nothing where the Model raises an error, since a candidate may raise one there, too."""
-    model, layout = case.model, LAYOUTS[request.layout]
+    model = case.model
     if request.weights and case.own != {}:
         model = copy.deepcopy(model)
         request.weights(model)
@@ -577,26 +608,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         request = replace(request, frozen=tuple(names[How.OTHER_PART in request.how :: 2]))
     changed, laid_anew = [], []
-
-    def draw(i: int) -> list:
-        drawn = case.inputs(request.seed + 100 * i * (not request.alike), request.batch)
-        if request.change and (i or not request.alike):
-            reseed(request.seed + i)
-            known = [*zip(tensors_of(drawn), case.inputs_are)]
-            known = known if request.laid is None else known[request.laid :: 2]
-            changed.extend(each.changed(x, request.change) for x, each in known)
-            if request.change is Inputs.other_integers:
-                changed.append(tree_any(lambda x: half(x) is not x, drawn))
-                drawn = tree_map(half, drawn)
-            elif request.change is other_truth:
-                changed.append(tree_any(lambda x: other_truth(x) is not x, drawn))
-                drawn = tree_map(other_truth, drawn)
-        every = tensors_of(drawn) if request.laid is None else tensors_of(drawn)[request.laid :: 2]
-        chosen = {id(x) for x in every if x.dim()}
-        laid = tree_map_only(torch.Tensor, lambda x: layout(x) if id(x) in chosen else x, drawn)
-        laid_anew.extend(mine is not old for mine, old in zip(tensors_of(laid), tensors_of(drawn)))
-        return laid
-
+    draw = partial(drawn_anew, case, request, changed, laid_anew)
     try:
         sets = [draw(i) for i in sorted(set(request.order))]
     except Rejected as error:  # the Model's file makes no inputs of this batch, as random places in a batch of 0
@@ -657,33 +669,12 @@ def put(case: Case, request: Request, must: bool) -> None:
         return
     del sets  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
-    states = [case.state(model)] * 2
-    if How.TWIN in request.how:
-        other = copy.deepcopy(model)
-        perturb(other, request.seed + 1)
-        states[1] = case.state(other)
+    states = states_of(case, request, model)
     settle(case.device)
     reply = case.call("new", replace(request, change=None, weights=None), states, given, places)
     if not len(reply["forms"]) == len(reply["names"]) == len(places):
         reject(request, [GARBLED])
-    of_the_model_too = {*expected[0].did, *[REUSED] * case.reuses}
-    of_the_model_too |= {*[RANDOM] * (training in case.random)}  # of no samples it draws no numbers
-    wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in of_the_model_too]
-    lacks = (REUSED, LEAKS, WANTS, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
-    if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
-        lacks += (RANDOM,)
-    known = [what for what in wrong if what.startswith(lacks)]
-    case.lacks(*known)
-    wrong = [what for what in wrong if what not in known]
-    if How.TRAIN in request.how and RANDOM in expected[0].did and RANDOM not in reply["did"]:
-        case.lacks("draws no random numbers of PyTorch's, which manual_seed sets, and the Model does")
-    if reply["given"] != expected[0].given and reply["tree"] == expected[0].tree:
-        case.lacks(f"gives {reply['given']}, the Model {expected[0].given}")
-    if reply["tree"] != expected[0].tree:
-        said = f"gives {reply['tree']}, the Model {expected[0].tree}"
-        as_lists = (SEQUENCE.sub("list[", tree) for tree in (reply["tree"], expected[0].tree))
-        (wrong.append if len({*as_lists}) > 1 else case.lacks)(said)
-    reject(request, wrong)
+    look_at_conduct(case, request, expected[0], reply)
     case.graphs |= reply["graphs"]
     if REUSED in reply["did"] and REUSED not in expected[0].did and How.CLONED not in request.how:
         return put(case, replace(request, how=request.how | How.CLONED), must)
@@ -705,6 +696,28 @@ def put(case: Case, request: Request, must: bool) -> None:
         and not all(same_bits(a, b) for a, b in zip(*places[:2]))
     ):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
+
+
+def look_at_conduct(case: Case, request: Request, expected: Answer, reply: dict) -> None:
+    """What the candidate did besides its numbers, and what the Model did not, is wrong or no drop-in."""
+    of_the_model_too = {*expected.did, *[REUSED] * case.reuses}
+    of_the_model_too |= {*[RANDOM] * ((How.TRAIN in request.how) in case.random)}  # of no samples it draws no numbers
+    wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in of_the_model_too]
+    lacks = (REUSED, LEAKS, WANTS, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE)
+    if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
+        lacks += (RANDOM,)
+    known = [what for what in wrong if what.startswith(lacks)]
+    case.lacks(*known)
+    wrong = [what for what in wrong if what not in known]
+    if How.TRAIN in request.how and RANDOM in expected.did and RANDOM not in reply["did"]:
+        case.lacks("draws no random numbers of PyTorch's, which manual_seed sets, and the Model does")
+    if reply["given"] != expected.given and reply["tree"] == expected.tree:
+        case.lacks(f"gives {reply['given']}, the Model {expected.given}")
+    if reply["tree"] != expected.tree:
+        said = f"gives {reply['tree']}, the Model {expected.tree}"
+        as_lists = (SEQUENCE.sub("list[", tree) for tree in (reply["tree"], expected.tree))
+        (wrong.append if len({*as_lists}) > 1 else case.lacks)(said)
+    reject(request, wrong)
 
 
 def look_at_slopes(case: Case, request: Request, given: list) -> None:
@@ -901,6 +914,7 @@ def explained_by_ties(case: Case, request: Request, draw: Callable, model, name:
         if gates.are_close(new, eager, tolerance, 1.0):
             case.notes.append("of equal values it chooses others than the Model (which is first is not asked for)")
             return new
+    varies &= gates.as_numbers(new).isfinite()
     if request.change and varies.any():  # of equal values that the judge made nobody is to choose certain ones
         new = torch.where(varies, eager, new)
         if gates.are_close(new, eager, tolerance, 1.0):
