@@ -122,7 +122,8 @@ class Ring:
         sizes = [x.numel() for x in self.answers]
         chosen = [torch.tensor([secret.randrange(n) for _ in range(min(n, SAMPLED))]) for n in sizes]
         self.places = [places.long().to(x.device) for places, x in zip(chosen, self.answers)]
-        self.of_eager = []  # what eager's answers of the round had in these places
+        self.sampled = {}  # what the round's answers have in these places, by role
+        self.differs = False  # whether one of the candidate's was unlike eager's: from then on eager's come first
         self.last = []  # what the candidate's last answer had in these places
         self.spoils = OF_AN_INPUT not in " ".join(expected.did + case.no_dropin)
         self.spoilt = []  # see `draw_spoilt`
@@ -144,7 +145,7 @@ class Ring:
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees."""
-        self.seeds, self.of_eager = [secret.getrandbits(31) for _ in range(calls)], []
+        self.seeds, self.sampled = [secret.getrandbits(31) for _ in range(calls)], {"new": [], "eager": []}
         self.draws = [partial(self.draw, seed, secret.uniform(0.9, 1.0)) for seed in self.seeds]
         self.fresh = [self.drawn(i) for i in range(calls)] if self.keeps else []
 
@@ -287,15 +288,17 @@ class Ring:
         # As bytes, since PyTorch 2.8 does not index float8.
         values = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in self.answers]
         found = [x.reshape(-1)[places] for x, places in zip(values, self.places)]
-        if name == "eager":
-            self.of_eager.append(found)
-        if name != "new":
+        if name not in self.sampled:
             return False
-        before, self.last = self.last, found
-        if before and all(map(same_bits, found, before)):
+        self.sampled[name].append(found)
+        before, self.last = self.last, found if name == "new" else self.last
+        if name == "new" and before and all(map(same_bits, found, before)):
             return True
-        pairs = zip(found, self.of_eager[i]) if self.of_eager else []
-        return not all(are_close(mine, theirs, self.case.tolerance(theirs), 1.0) for mine, theirs in pairs)
+        other = self.sampled["eager" if name == "new" else "new"]
+        pairs = zip(found, other[i]) if len(other) > i else []
+        is_unlike = not all(are_close(mine, theirs, self.case.tolerance(theirs), 1.0) for mine, theirs in pairs)
+        self.differs |= is_unlike
+        return is_unlike and name == "new"
 
     def stand_in(self, claimed: list[float], samples: Samples, flushes: int) -> None:
         """A turn of eager's process in which the GPU waits for as long as the candidate has claimed, call by call.
@@ -378,7 +381,8 @@ def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: in
         if turn % SEARCHED == 0:  # a helper may come late and end early
             spot = turn + secret.randrange(SEARCHED)
         ring.searches = turn == spot
-        for name in secret.sample(list(case.workers), len(case.workers)):
+        names = secret.sample(list(case.workers), len(case.workers))
+        for name in sorted(names, key="eager".__ne__) if ring.differs else names:
             try:
                 claimed = ring.take_turn(name, samples, flushes)
                 if name == "new":

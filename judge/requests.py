@@ -202,7 +202,7 @@ def other_truth(x):
     and integers that are all 0 are 1."""
     if isinstance(x, torch.Tensor):
         of_integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool) and x.numel()
-        if of_integers and not x.any():
+        if of_integers and not x.long().any():  # of unsigned integers a GPU has no `any`
             return torch.ones_like(x)
         return ~x if x.dtype == torch.bool and not x.dim() else x
     return type(x)(not x) if type(x) in (bool, int, float) and x in (0, 1) else x
@@ -418,10 +418,10 @@ REQUESTS = {
         BOTH("an incoming gradient for some of the channels", incoming="some of the channels", **MAY_REFUSE),
         replace(INTEGERS, direction="forward_backward"),
         replace(NORMS, direction="forward_backward"),
-        INFERRED,
         BOTH("two instances with other weights in turns", how=How.TWIN),
         BOTH("every second weight changed since the last call", how=How.SPARING, weights=every_second),
         BOTH("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
+        INFERRED,  # the last: what it keeps by shapes, of another module, would hide what is kept of two in turns
     ],
 }
 

@@ -509,11 +509,12 @@ def test_what_is_found_is_timed_again_in_new_processes(last, judge, monkeypatch,
 
 def test_what_goes_on_beside_a_candidate_is_looked_for_until_the_end():
     asked, turns = [], []
-    ring = SimpleNamespace(renew=turns.append, take_turn=lambda *given: [])
-    worker = SimpleNamespace(strays=lambda: asked.append(len(turns)), pid=os.getpid())
+    ring = SimpleNamespace(renew=turns.append, take_turn=lambda *given: [], differs=False)
+    ring.search = lambda: ring.searches and asked.append(len(turns))
+    worker = SimpleNamespace(pid=os.getpid())
     bench.rounds(SimpleNamespace(workers={"new": worker}, device="cpu"), ring, math.inf, Samples(), 0, 1)
-    whole = bench.MAX_ROUNDS // bench.MIN_ROUNDS
-    assert [(turn - 1) // bench.MIN_ROUNDS for turn in asked][:whole] == [*range(whole)]
+    whole = bench.MAX_ROUNDS // bench.SEARCHED
+    assert [(turn - 1) // bench.SEARCHED for turn in asked][:whole] == [*range(whole)]
 
 
 @pytest.mark.parametrize("load", [0.0, 1e3])
