@@ -429,10 +429,9 @@ def hidden_time(samples: Samples, device: str) -> str | None:
 
 
 def is_overloaded() -> bool:
-    """Whether far more threads wanted to run in the last minute than there are cores (on two, more than 4). Then an
-    honest candidate's turns may wait for milliseconds, in all attempts. By the judge's clock who hides time gains
-    nothing."""
-    return os.getloadavg()[0] > 1.5 * len(os.sched_getaffinity(0)) + 1
+    """Whether over twice as many threads wanted to run in the last minute as there are cores. Then an honest
+    candidate's turns may wait for milliseconds, in all attempts. By the judge's clock who hides time gains nothing."""
+    return os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0)) + 1
 
 
 def by_the_judges_clock(samples: Samples) -> list[float]:

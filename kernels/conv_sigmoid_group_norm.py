@@ -40,9 +40,9 @@ H200 takes, by `python harness.py conv_sigmoid_group_norm --backward --dtype flo
 fast as eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+PTX, as for an A100):
 
                                   forward                     forward and backward, with x's gradient
-    float32                       1.135 ms (5.20x, 2.93x)     7.161 ms (2.58x, 1.90x)
-    float32, compiled for 8.0     1.141 ms (5.17x)            7.164 ms (2.58x)
-    bfloat16                      0.776 ms (6.87x, 3.56x)     4.446 ms (2.84x, 1.79x)
+    float32                       1.134 ms (5.15x, 2.97x)     7.163 ms (2.57x, 1.90x)
+    float32, compiled for 8.0     1.152 ms (5.07x)            7.192 ms (2.56x)
+    bfloat16                      0.786 ms (6.70x, 3.53x)     4.426 ms (2.82x, 1.80x)
 
 Two cores of a CPU take some 2.4 ms (2.31x, 1.79x; other programs ran, too) for 4 samples of 128 x 128, forward in
 float32.
