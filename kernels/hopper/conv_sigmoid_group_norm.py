@@ -9,19 +9,19 @@ This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNe
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths. Our kernels take 3x3 convolutions of at most 8 input and 32 output channels, in float32, float16 or
-bfloat16, also under autocast. x and the weight are contiguous, and bias and scale have the shape (out_channels, 1, 1)
-(`can_take`, in C++). Stride and dilation are 1, there is one group, no padding, hook or tracing, and eps is at least
-1e-6 (`_layers_fit`, in Python). Both layers have weight and bias, and no tensor is of a subclass, in a transform, or in
-an export for training (`_tensors_fit`). There are under 2^25 samples (2^17, if x has under 64 pixels). The width is
-even, 4 to 352, the height is 3 to 2 + twice the number of multiprocessors (132: 266), and the output has a multiple of
-4 pixels. With gradients the width is at most 256, and the output has at least 8 * (9 * in_channels + 4) pixels (`fits`,
-in C++, with the reasons). The plain path takes everything else. It is the Model's own layers or, where C++ decides, the
-same operators called from there.
+bfloat16, also under autocast (then in float32). x and the weight are contiguous, and bias and scale have the shape
+(out_channels, 1, 1) (`can_take`, in C++). The convolution has stride, dilation and groups 1 and no padding; there is no
+hook or tracing, and eps is at least 1e-6 (`_layers_fit`, in Python). Both layers have weight and bias, and no tensor is
+of a subclass, in a transform, or in an export for training or to ONNX (`_tensors_fit`). There are under 2^25 samples
+(2^17, if x has under 64 pixels). The width is even, 4 to 352, the height is 3 to 2 + twice the number of
+multiprocessors (132: 266), and the output has a multiple of 4 pixels. With gradients the width is at most 256, and the
+output has at least 8 * (9 * in_channels + 4) pixels (`fits`, in C++, with the reasons). The plain path takes everything
+else. It is the Model's own layers or, where C++ decides, the same operators called from there.
 
-The forward is one kernel. It reads x from DRAM once (neighbouring bands share two rows, through L2), keeps v in shared
-memory, and writes `out` once. With gradients it is the same kernel. It then saves x, the parameters, and 272 bytes a
-group: totals, mean and rstd (most are padding). The backward is two large kernels and three small ones. The gradient of
-h is never written to global memory.
+The forward is one kernel. It reads x from DRAM once (neighbouring bands share two rows, through L2), keeps the
+activations in shared memory, and writes `out` once. With gradients it is the same kernel. It then saves x, the
+parameters, and 272 bytes a group: totals, mean and rstd (most are padding). The backward is two large kernels and three
+small ones. The gradient of h is never written to global memory.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
 an H200 memory sets the floor, 0.31 ms at the 4.24 TB/s of a copy on the device. By `python harness.py
@@ -100,8 +100,8 @@ template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = h * scale. To use another, change this part, `plain` and the `#include` of its operator in
 // C++, and `_activate` in Python; then look at registers and spills (ConvConfig). There are two formulas. The forward
-// computes u (ForwardActivation), from which v follows. The backward gets v and dv/dz from `activation_and_slope`. Both
-// take t = kTPerZ * z, in a float32 and a 16-bit form. (u may be v.) The kernels rely on:
+// computes u (ForwardActivation), from which v follows. The backward gets v and dv/dz from `activation_and_slope`. Each
+// has a float32 and a 16-bit form, and takes t = kTPerZ * z. (u may be v.) The kernels rely on:
 //   - In the forward u is NaN where t is NaN. Where x overflows fp16, t is NaN. `convolve` finds the NaN in its sums of
 //     u, and computes the values again. If u lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf
 //     and __saturatef drop a NaN, so the forward's formula may not use them. Clamp a hard sigmoid or ReLU6 by
@@ -116,25 +116,25 @@ template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
 
 template <typename T> constexpr bool kIs16Bit = sizeof(T) == 2;  // float16 or bfloat16; else T is float
 constexpr float kVMin = 0.0f, kVMax = 1.0f;
-constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
+constexpr float kMinusLog2E = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
     return e;
 }
-__device__ __forceinline__ float activation(float t) {  // v, given kActivationFactor * z
+__device__ __forceinline__ float activation(float t) {  // v, given kMinusLog2E * z
     float v;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
 // The forward holds u in place of v. For float32 u is v itself. For 16-bit types u is tanh(z / 2), and v = 1/2 + u / 2.
-// The tanh is one instruction of the special-function unit, where v takes two, and `compute_norms` puts the two halves
-// into the norm's factors. With tanh.approx v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX
-// guarantees 2^-12). Eager rounds v to 16 bits, which costs up to half a step. That is 2^-17 or more, and so more than
-// ours is off, in bfloat16 where v >= 2^-9 (z >= -6.2), and in float16 where v >= 2^-6 (z >= -4.1). A smaller v may be
-// less exact than eager's. If it is below 2^-11, it is off by up to 2^-19.7.
+// The tanh is one instruction of the special-function unit, where v takes two, and `compute_norms` puts the factor 1/2
+// into the norm's (the summand cancels). With tanh.approx v is off by at most 2^-17.9, as measured for all floats on an
+// H100 (PTX guarantees 2^-12). Eager rounds v to 16 bits, which costs up to half a step. That is 2^-17 or more, and so
+// more than ours is off, in bfloat16 where v >= 2^-9 (z >= -6.2), and in float16 where v >= 2^-6 (z >= -4.1). A smaller
+// v may be less exact than eager's. If it is below 2^-11, it is off by up to 2^-19.7.
 template <typename T> struct ForwardActivation {
-    static constexpr float kTPerZ = kIs16Bit<T> ? 0.5f : kActivationFactor;  // u is given t = kTPerZ * z
+    static constexpr float kTPerZ = kIs16Bit<T> ? 0.5f : kMinusLog2E;  // u is given t = kTPerZ * z
     static constexpr float kVPerU = kIs16Bit<T> ? 0.5f : 1.0f, kVOffset = kIs16Bit<T> ? 0.5f : 0.0f;
     static constexpr float kUMin = (kVMin - kVOffset) / kVPerU;  // as v = kVPerU * u + kVOffset
     static constexpr float kUMax = (kVMax - kVOffset) / kVPerU;
@@ -174,7 +174,7 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 //   produce_x (8):      x -> shared memory, float32 as hi and lo   x_empty                       x_full
 //   convolve (16):      wgmma, activation -> u, sums of channels   x_full, its turn, held_empty  x_empty, held_full
 //   publish_sums (1):   sums -> the sample's totals in L2          held_full                     norm_full
-//   compute_norms (1):  totals -> mean, rstd -> norm of channels   totals of all bands           norm_full
+//   compute_norms (1):  totals -> mean, rstd -> NormFactors        totals of all bands           norm_full
 //   write (6):          u -> output                                norm_full                     held_empty
 //
 //   global x --produce_x--> x --convolve--> u (2 or 3 stages) -------------------------------------write--> output
@@ -236,12 +236,12 @@ template <typename T> using Operand = std::conditional_t<kIs16Bit<T>, T, __half>
 template <typename T, bool FORWARD> struct ConvConfig {
     static constexpr int kTaskRows = kIs16Bit<T> ? 2 : 1;  // output rows of a task
     static constexpr int kXStages = kIs16Bit<T> ? 2 : 1;  // of x in shared memory
-    static constexpr int kLoadPixels = kIs16Bit<T> ? 2 : 1;  // pixels that `produce_x` loads at once
+    static constexpr int kLoadPixels = kIs16Bit<T> ? 2 : 1;  // pixels of one load instruction of `produce_x`
     static constexpr int kFragments = kIs16Bit<T> ? 6 : 5;  // of A, each of two taps; the last of five has tap 8 twice
     // wgmmas of a task, of two taps each. 16-bit types: 4 x 3 = 12 taps. Float32: 9 taps with x's hi and 9 with its lo.
     static constexpr int kWgmmas = kIs16Bit<T> ? 6 : 9;
     static constexpr int kConsumers = FORWARD ? 4 : 2;  // warpgroups; 3 in the forward took 1.006 of the time
-    static constexpr int kWriterWarps = FORWARD ? 6 : 16;  // of kOtherWarpgroups; in the forward two have other roles
+    static constexpr int kWriterWarps = FORWARD ? 6 : 16;  // the forward's other two: publish_sums, compute_norms
     static constexpr int kConsumerRegisters = kIs16Bit<T> ? 88 : 80;  // of a thread, as the next two; no spills
     static constexpr int kProducerRegisters = kIs16Bit<T> ? 40 : 56;
     static constexpr int kOtherRegisters = FORWARD ? 40 : kIs16Bit<T> ? 64 : 56;
@@ -262,7 +262,7 @@ struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
     int bands, band_rows, teams;  // band_rows: rows of every band but the last, which may have fewer
     int held_stages;  // stages of held values in shared memory, each for a sample
-    int held_plane_floats, x_plane_pixels;  // in shared memory: of a channel; of x's hi or lo, or of a stage of x
+    int held_plane_floats, x_plane_pixels;  // in shared memory: a channel in a stage; x's hi or lo, or a stage of x
 };
 // The benchmark's sizes, in Plan's order, and their plan on a GPU of 127 to 253 multiprocessors. As compile-time
 // constants they save 4% of the time.
@@ -286,17 +286,18 @@ struct ConvArguments : Plan {
     double to_fixed, from_fixed;  // powers of two: factors of a sum when it is added to a total, and when it is read
 };
 
-struct Norm { float center, factor, offset; };  // output = (u - center) * factor + offset. In float32 center is 0
+// Output = (u - center) * factor + offset. In float32 center is 0.
+struct NormFactors { float center, factor, offset; };
 struct Deviations { float anchor, sum, squares; };  // of held values: the sums of value - anchor and of its square
 struct Moments { float mean, squares; };  // of a warpgroup's held values of a channel: the sum of (value - mean)^2
 struct Scales { float weight[kMaxOutChannels], x; };  // powers of two: factors of a channel's weights, and of x
 
 struct alignas(128) ConvShared {  // in static shared memory. Dynamic shared memory: x, then held values
     Moments moments[kMaxHeldStages][kMaxConsumers][kMaxOutChannels];
-    Norm norm[kMaxHeldStages][kMaxOutChannels];
+    NormFactors norm[kMaxHeldStages][kMaxOutChannels];
     int counts[kMaxHeldStages][kMaxConsumers];  // how many values of a channel are in `moments`
     Scales scales;
-    // mbarriers. All threads of the roles that signal one arrive at it once a sample, which completes a phase.
+    // mbarriers. Once a sample each thread of the signalling roles arrives; the last arrival completes a phase.
     // held_empty also frees moments, counts and norm.
     uint64_t x_full[2], x_empty[2], held_full[kMaxHeldStages], norm_full[kMaxHeldStages], held_empty[kMaxHeldStages];
 };
@@ -332,9 +333,9 @@ template <int X_STAGES = 1> struct SampleCursor {
 // has multiprocessors, of which a Hopper has at most 144.
 //
 // If v leaves the range from kVMin to kVMax, a negative sum is added as 0, and the mean is wrong. A sum of 2^48, 2 to 4
-// times the largest, carries into the count of non-finite bands, and the result is NaN. A sum of 2^56, some 2^9 times
-// the largest, carries into the count of bands. The bands arrive one by one, so a poll may see the full number too
-// early (the sums are wrong) or never (the kernel hangs).
+// times the largest, carries into the count of non-finite bands, and the result is NaN. A sum of 2^56, 2^9 to 2^10
+// times the largest, carries into the count of bands. The bands arrive one by one, so a poll may see the full number
+// too early (the sums are wrong) or never (the kernel hangs).
 constexpr int kBandCountBit = 56, kNonFiniteCountBit = 48;  // the two counts' lowest bits
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
     unsigned long long term = 1ull << kBandCountBit;
@@ -350,7 +351,7 @@ __device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* fro
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
         if (int(two.x >> kBandCountBit) == bands && int(two.y >> kBandCountBit) == bands) return two;
         // Sleeps 20 ns between polls: a poll takes at least 600 ns, and delays the other blocks' atomics in L2. Without
-        // the pause float32 takes 1.015 of the time, and bfloat16 0.99. A pause of 100 ns changes neither.
+        // the pause float32 takes 1.015 of the time, and bfloat16 0.99. A pause of 100 ns is as good.
         __nanosleep(20);
     }
 }
@@ -365,8 +366,9 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
 //     bits 16 to 29   leading byte offset: from the first of the two taps to the second
 //     bits 32 to 45   stride byte offset: from 8 pixels to the next 8
 //     bits 62, 63     0: no swizzle
-// 14 bits hold any address: 227 KiB are 14528 units of 16 bytes, below 2^14. Of float32's nine wgmmas, numbers 0 to 3
-// take x's lo, because small terms are added first, and 5 to 8 its hi. Number 4 takes the last tap, of hi and of lo.
+// 14 bits hold any address: a multiprocessor's 228 KiB are 14592 units of 16 bytes, below 2^14. Of float32's nine
+// wgmmas, numbers 0 to 3 take x's lo, because small terms are added first, and 5 to 8 its hi. Number 4 takes the last
+// tap, of hi and of lo.
 template <typename T> __device__ __forceinline__ uint64_t pixel_descriptor(
     const ConvArguments& p, int k, uint32_t pixel_address) {
     const auto tap_offset = [&](int tap) { return tap / 3 * p.width + tap % 3; };
@@ -947,7 +949,7 @@ __device__ __forceinline__ void write(
         mbarrier_wait(&shared.norm_full[cursor.held_stage], cursor.held_parity);
 #pragma unroll 1
         for (; c < p.out_channels; c += kWriterWarps) {
-            const Norm norm = shared.norm[cursor.held_stage][c];
+            const NormFactors norm = shared.norm[cursor.held_stage][c];
             auto* const channel_held =
                 reinterpret_cast<const float4*>(held + (cursor.held_stage * p.out_channels + c) * p.held_plane_floats);
             const int64_t channel = int64_t(cursor.sample) * p.out_channels + c;
@@ -1218,7 +1220,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward, for images of up to 256 columns. Its kernels, in order:
+// The backward, for x of a width up to 256. Its kernels, in order:
 //   1. convolve_and_normalize, with FORWARD false, computes h again and writes it to the workspace. It also finds the
 //      largest |x| of each sample, and sums and maxima over h and grad of each band (write_and_reduce).
 //   2. prepare_channels adds up the bands. For each group it computes the means in the norm's gradient, and for each
@@ -1230,19 +1232,19 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // A block of differentiate_rows walks down a band of a sample's rows (a RowBand, which is not one of the forward's).
 //
 //   who, and what it does                                             waits for             signals
-//   make_dh, 8 warps:   h, grad -> dh, and x's next row, in shared    empty                 full
+//   make_dh, 8 warps:   h, grad -> dh, and x's row new for it         empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
 // `multiply` uses mma.sync. Float32 operands are split as in the forward, and lo * lo, at most 2^-22 of a product, is
 // dropped. Tensor cores truncate each sum, where a float addition rounds it. So in float32 they sum some products from
 // zero, and a float addition adds that sum to the running one. In 16 bits only hi by hi is computed: hi is x or the
 // weight itself (but for what is below fp16's steps), and dh's hi is at least as exact as eager's dh (but for values
-// below 2^-32 of the channel's bound, where fp16's steps end). There the tensor cores add up all terms, because what
-// they truncate is small beside a rounding to 16 bits. x is multiplied by a power of two for each sample, and dh by one
-// for each of its channels, so that fp16 does not overflow.
+// below 2^-31 of the channel's bound). There the tensor cores add up all terms, because what they truncate is small
+// beside a rounding to 16 bits. x is multiplied by a power of two for each sample, and dh by one for each of its
+// channels, so that fp16 does not overflow.
 //
-// A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
-// cells, and column k is cell k / 4 of sub-row k % 4. This shows which column each cell holds:
+// A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of 8 channels, of x or dh, is four
+// sub-rows of cells, and column k is cell k / 4 of sub-row k % 4. This shows which column each cell holds:
 //
 //     cell          0      1      2      3      ...   8      ...
 //     sub-row 0     0      4      8      12     ...   32     ...
@@ -1313,7 +1315,7 @@ struct alignas(16) GradShared {  // in dynamic shared memory, and behind it a Fe
     uint4 weights[2][kTaps][32];  // [16 output channels][tap][lane]: as add_to_grad_x reads them
     Channel channels[kMaxOutChannels];
     Scales scales;
-    float x_scale, grad_x_scale;
+    float x_scale, grad_x_scale;  // of the sample's x and of its gradient. scales.x is not used here
     uint64_t full[2], empty[2];  // rows of dh, and the rows of x that they are multiplied by
 };
 
@@ -1343,8 +1345,8 @@ __global__ void __launch_bounds__(32 * kMaxOutChannels)
     __shared__ Sums sums[kMaxOutChannels];  // of grad, and of grad * (v - mean) * rstd
     __shared__ float maxima[kMaxOutChannels][2];  // |grad| and dv/dz
     const Statistics group = p.statistics[blockIdx.x];
-    const int64_t first_index = int64_t(blockIdx.x) * p.group_channels;  // of the group's channels, in all samples'
-    const int first_channel = int(first_index % p.out_channels);  // of these, in the sample's
+    const int64_t first_index = int64_t(blockIdx.x) * p.group_channels;  // its first channel, of all samples'
+    const int first_channel = int(first_index % p.out_channels);  // the same, counted in its sample
     const int warp = threadIdx.x / 32;
     Sums lane_sums = {};
     float lane_grad = 0, lane_slope = 0;
@@ -1376,12 +1378,12 @@ __global__ void __launch_bounds__(32 * kMaxOutChannels)
     grad_per_v *= group.rstd / group_values;
     grad_mean = isfinite(grad_per_v) ? grad_mean / group_values - group.mean_correction * grad_per_v : NAN;
     const float gamma = value_of<T>(p.gamma, c), scale = value_of<T>(p.scale, c);
-    const float max_q_per_slope =
+    const float q_bound_per_slope =
         fabsf(gamma) * maxima[own][0] + fabsf(float(grad_mean)) + (kVMax - kVMin) * fabsf(float(grad_per_v));
     const double dh_per_q = double(group.rstd) * scale;
-    // fp16_per_q is below 2^15 / max_q. So it is below 2^126, and finite, if max_q is at least 2^-111.
-    const double max_q = fmaxf(max_q_per_slope * maxima[own][1], 0x1p-111f);
-    const float dh_scale = scale_below_overflow(float(max_q * fabs(dh_per_q)));
+    // fp16_per_q is below 2^15 / q_bound. So it is below 2^126, and finite, if q_bound is at least 2^-111.
+    const double q_bound = fmaxf(q_bound_per_slope * maxima[own][1], 0x1p-111f);
+    const float dh_scale = scale_below_overflow(float(q_bound * fabs(dh_per_q)));
     channels[first_index + own] = {ForwardActivation<T>::kTPerZ * scale, group.mean, gamma, float(grad_mean),
         float(grad_per_v), float(dh_per_q * dh_scale * kDhFactor), scale, group.rstd, dh_scale,
         float(sums[own].product), float(sums[own].grad)};
@@ -1558,7 +1560,7 @@ __device__ __forceinline__ void add_to_grad_weights(
     const GradShared& shared, int row, float (&grad_weights)[2][kTaps][4]) {
     const int own_matrix = threadIdx.x % 32 / 8;  // the matrix that this lane points ldmatrix at: 0 to 3
     const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
-#pragma unroll(kIs16Bit<T> ? 1 : 2)  // as in add_to_grad_x
+#pragma unroll(kIs16Bit<T> ? 1 : 2)  // measured: see add_to_grad_x, below
     for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
         uint32_t hi[2][4], lo[2][4];  // [c_block]: 16 channels of dh by 16 columns
         for (int c_block = 0; c_block < 2; ++c_block) {
@@ -1847,7 +1849,7 @@ Tensor plain(at::TensorList t, int64_t groups, double eps) {
     h = h + t[kBias];  // line by line, so that each old h is freed when the next is there
     h = h * t[kScale];
     h = at::sigmoid(h);
-    TORCH_CHECK_VALUE(h.sym_numel() != groups,  // as torch.nn.functional.group_norm refuses groups of one value
+    TORCH_CHECK_VALUE(h.sym_numel() != groups,  // as torch.nn.functional.group_norm refuses one such sample
         "Expected more than 1 value per channel when training, got input size [1, ", groups, ", 1, 1]");
     return at::group_norm(h, groups, t[kGamma], t[kBeta], eps);
 }
@@ -1884,7 +1886,8 @@ bool fits(const Tensor& x, bool needs_grad) {
     const c10::SymInt rows = x.sym_size(2) - 2, columns = x.sym_size(3) - 2;
     if (rows < 1 || columns < 2 || columns % 2 != 0 || rows * columns % 4 != 0) return false;
     // All blocks together must hold a sample, with two rows each. With 350 columns and 32 channels a block needs 223.5
-    // of 227 KiB, for x and two stages of two rows. differentiate_rows takes 256 columns of x (kMaxGradWidth).
+    // of 227 KiB, for x, two stages of two rows and ConvShared. differentiate_rows takes 256 columns of x
+    // (kMaxGradWidth).
     const int sms = at::cuda::getDeviceProperties(x.device().index())->multiProcessorCount;
     if (rows > 2 * sms || columns > (needs_grad ? 254 : 350)) return false;
     // With fewer than 2^25 samples, samples times groups stay below 2^30: an int, and a grid of prepare_channels. A
@@ -2164,7 +2167,7 @@ def _load(name: str, arch: str = "") -> str:
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
 _GPUS = range(torch.cuda.device_count() if torch.version.cuda else 0)
 _HOPPERS = [gpu for gpu in _GPUS if torch.cuda.get_device_capability(gpu)[0] == 9]  # only these have wgmma
-if _HOPPERS:  # where nothing is built, its 0.1 s are saved
+if _HOPPERS:  # the import takes 0.1 s, so only where something is built
     from torch.utils import cpp_extension
 NAMESPACE = _load("conv_sigmoid_group_norm_hopper", "90a") if _HOPPERS else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
@@ -2216,7 +2219,7 @@ _TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, n
 
 
 def _tensors_fit(tensors: tuple) -> bool:
-    """Whether x is of a GPU and has four dimensions, and none is of a subclass, in a transform or in an export."""
+    """Whether x is of a GPU, 4D, not many tiny images, and no tensor of a subclass, in a transform or such an export."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     for t in tensors:  # a loop, as all() takes the host a microsecond more
@@ -2225,7 +2228,7 @@ def _tensors_fit(tensors: tuple) -> bool:
     x = tensors[0]
     if not x.is_cuda or x.dim() != 4 or _exports_layers():
         return False
-    # A group of a sample has 272 bytes of workspace, which for images of few pixels is more than its output.
+    # A group of a sample has 272 bytes of group data: for images of few pixels that may be more than its output.
     few_pixels = not torch.compiler.is_compiling() and x.shape[2] * x.shape[3] < 64 and x.shape[0] >= 2**17
     return not few_pixels
 
