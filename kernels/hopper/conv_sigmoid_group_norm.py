@@ -2219,7 +2219,7 @@ _TYPES = (nn.Parameter, torch.Tensor, FakeTensor)  # FakeTensor: torch.export, n
 
 
 def _tensors_fit(tensors: tuple) -> bool:
-    """Whether x is of a GPU, 4D, not many tiny images, and no tensor of a subclass, in a transform or such an export."""
+    """Whether x is of a GPU, 4D, not many tiny images; no tensor of a subclass, in a transform or such an export."""
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
     for t in tensors:  # a loop, as all() takes the host a microsecond more
