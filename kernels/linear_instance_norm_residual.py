@@ -1164,7 +1164,7 @@ def _is_unchanged(module: nn.Module, kind: type) -> bool:
 
 
 def _exports_layers() -> bool:
-    """Whether torch.export runs for training or for ONNX: such programs have PyTorch's operators alone."""
+    """Whether torch.export runs for ONNX, or with grad mode on: such programs have PyTorch's operators alone."""
     return torch.compiler.is_exporting() and (torch.is_grad_enabled() or torch.onnx.is_in_onnx_export())
 
 

@@ -43,6 +43,12 @@ def judges():
         yield made
 
 
+@pytest.fixture(autouse=True)
+def not_overloaded(monkeypatch):
+    """Whatever else runs here: on an overloaded machine nobody would be wrong for his clock."""
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
 @pytest.fixture
 def judge(judges, tmp_path):
     """Judges a candidate given by its text."""
