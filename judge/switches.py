@@ -8,9 +8,9 @@ hook or a mode that it leaves behind stays, since it slows nobody but itself.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -84,8 +84,12 @@ def put_stream(was: int) -> None:
 
 
 def handles_resumption() -> bool:
-    """Which comes before the contender's own clock starts."""
-    return signal.getsignal(SIGCONT) is not SIG_DFL
+    """Which comes before the contender's own clock starts. Of a handler in C signal.getsignal does not know."""
+    LIBC.sigaction(SIGCONT, None, ACTION)
+    return any(ACTION.raw[:8])
+
+
+LIBC, ACTION = ctypes.CDLL(None), ctypes.create_string_buffer(1 << 10)  # of a struct sigaction, its handler first
 
 
 C = torch._C
@@ -115,7 +119,7 @@ SWITCHES = [
     Switch("its checkpoints", lambda: KIND[0], partial(KIND.__setitem__, 0)),
     Switch("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     Switch("the current directory", os.getcwd, os.chdir),
-    Switch("whether it computes when it is resumed", handles_resumption, lambda _: signal.signal(SIGCONT, SIG_DFL)),
+    Switch("whether it computes when it is resumed", handles_resumption, lambda _: LIBC.signal(SIGCONT, SIG_DFL)),
     Switch("the current stream", stream, put_stream),
 ]
 
