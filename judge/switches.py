@@ -105,6 +105,12 @@ SWITCHES = [
     Switch("anomaly detection", torch.is_anomaly_enabled, C.set_anomaly_enabled),
     Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
     flag("mkldnn", "mkldnn_enabled"),
+    *(
+        Switch(f"{kind} attention", getattr(C, f"_get_{kind}_sdp_enabled"), getattr(C, f"_set_sdp_use_{kind}"))
+        for kind in ("flash", "mem_efficient", "math", "cudnn")
+    ),
+    Switch("whether backward passes use threads", C._is_multithreading_enabled, C._set_multithreading_enabled),
+    Switch("the hooks on saved tensors", lambda: C._autograd._top_saved_tensors_default_hooks(True) is not None),
     Switch("the flushing of denormal numbers", lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
     *(
         Switch(f"autocast of {kind}", partial(C.is_autocast_enabled, kind), partial(C.set_autocast_enabled, kind))
