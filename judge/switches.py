@@ -92,6 +92,19 @@ def handles_resumption() -> bool:
 LIBC, ACTION = ctypes.CDLL(None), ctypes.create_string_buffer(1 << 10)  # of a struct sigaction, its handler first
 
 
+PLACES = (torch, torch.nn, torch.nn.functional, torch.nn.Module, torch.Tensor)
+FUNCTIONS = [(place, name, getattr(place, name)) for place in PLACES for name in dir(place)]
+FUNCTIONS = [each for each in FUNCTIONS if callable(each[-1])]
+
+
+def replaced() -> list[str]:
+    """PyTorch's functions in whose place another module has put its own. (Its compiler replaces some, too.)"""
+    now = [(place, name, was, getattr(place, name, None)) for place, name, was in FUNCTIONS]
+    module_of = lambda x: str(getattr(x, "__globals__", {}).get("__name__"))  # noqa: E731
+    others = [(place, name, x) for place, name, was, x in now if x != was]
+    return [f"{place.__name__}.{name}" for place, name, x in others if not module_of(x).startswith("torch.")]
+
+
 C = torch._C
 SWITCHES = [
     Switch("TF32, the precision of float32 products", precision, put_precision),

@@ -87,7 +87,7 @@ from judge.answers import (
 from judge.gates import as_numbers
 from judge.requests import perturb
 from judge.source import BUILD, RAISED, Problem, build_failure, cast, last_line, load, reseed, set_precision
-from judge.switches import Switches
+from judge.switches import Switches, replaced
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
@@ -242,7 +242,7 @@ class Contender:
         self.rest()
         set_precision(level)
         self.switches = Switches()
-        self.problem, begin = Problem(*problem), perf_counter()
+        self.problem, self.replaced, begin = Problem(*problem), replaced(), perf_counter()
         module = load(path, text) if self.role == "new" else self.problem.module
         seconds = perf_counter() - begin
         vars(module).update(self.problem.constants)
@@ -434,6 +434,8 @@ class Contender:
                 setattr(module.get_submodule(owner), last, p)
             for x, data in laid:
                 x.data = data
+        if request.direction == "forward_recorded":
+            self.said += [f"replaces {name} for all modules" for name in replaced() if name not in self.replaced]
         forms, names = [each.forms for each in found], [[*each.leaves] for each in found]
         told = {name: getattr(found[0], name) for name in ("tree", "given", "did")}
         told["did"] += [REUSED] * self.reuses + [LEAKS] * self.leaks
