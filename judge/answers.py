@@ -28,6 +28,7 @@ AFTERWARDS = " afterwards"  # of a tensor of the module's state
 GRAD_MODE = "leaves it switched whether gradients are recorded"
 OWN_MODE = "leaves itself in another mode than it was called in"
 GRAPH_KEPT = "leaves a buffer that keeps the graph of its call"
+NO_HOOKS = "runs no forward hook"
 OF_AN_INPUT = "returns an input's own memory as an output"
 REUSED = "gives the memory of an earlier answer again"
 LEAKS = "keeps tensors of each call, more and more"
@@ -203,6 +204,10 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
     reseed(request.seed + APART)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
     recorded, trains = request.direction != "forward", module.training
+    hooked, hook = [], None
+    # Not in each request: what is compiled is compiled anew for a hook. Of what is scripted PyTorch allows none.
+    if request.direction == "forward_recorded" and not isinstance(module, torch.jit.ScriptModule):
+        hook = module.register_forward_hook(lambda *_: hooked.append(1))
     calls, held, given, reused, switches = [], set(), memory_of(sets), False, False
     with torch.inference_mode() if How.INFERENCE in request.how else torch.set_grad_enabled(recorded):
         for position, i in enumerate(request.order):
@@ -220,6 +225,9 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
                 held |= memory_of(result) - given
             del result, given_as
     did = []
+    if hook:
+        hook.remove()
+        did += [NO_HOOKS] * (not hooked)
     answers = [answer_of(module, own, call, wanted[call[0]], request, did) for call in calls]
     did += written(before, watched(module, sets, own))
     if any(now != then for now, then in zip(rng_state(), states)):
