@@ -29,6 +29,7 @@ GRAD_MODE = "leaves it switched whether gradients are recorded"
 OWN_MODE = "leaves itself in another mode than it was called in"
 GRAPH_KEPT = "leaves a buffer that keeps the graph of its call"
 NO_HOOKS = "runs no forward hook"
+GROWS = "gets other names in its state_dict when it is called"
 OF_AN_INPUT = "returns an input's own memory as an output"
 REUSED = "gives the memory of an earlier answer again"
 LEAKS = "keeps tensors of each call, more and more"
@@ -203,7 +204,7 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
         before[name] = x, x._version, x.requires_grad, x.detach().clone() if compares else x
     reseed(request.seed + APART)  # a Model and a candidate that draw random numbers alike draw the same
     states = rng_state()
-    recorded, trains = request.direction != "forward", module.training
+    recorded, trains, names = request.direction != "forward", module.training, [*module.state_dict()]
     hooked, hook = [], None
     # Not in each request: what is compiled is compiled anew for a hook. Of what is scripted PyTorch allows none.
     if request.direction == "forward_recorded" and not isinstance(module, torch.jit.ScriptModule):
@@ -224,7 +225,7 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
                 calls.append((i, result, forms, kind_of(given_as)))
                 held |= memory_of(result) - given
             del result, given_as
-    did = []
+    did = [GROWS] * ([*module.state_dict()] != names)
     if hook:
         hook.remove()
         did += [NO_HOOKS] * (not hooked)

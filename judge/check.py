@@ -25,6 +25,7 @@ from judge.answers import (
     AFTERWARDS,
     GRAD_MODE,
     GRAPH_KEPT,
+    GROWS,
     LEAKS,
     NO_HOOKS,
     OF_A_LEAF,
@@ -704,7 +705,7 @@ def look_at_conduct(case: Case, request: Request, expected: Answer, reply: dict)
     of_the_model_too = {*expected.did, *[REUSED] * case.reuses}
     of_the_model_too |= {*[RANDOM] * ((How.TRAIN in request.how) in case.random)}  # of no samples it draws no numbers
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in of_the_model_too]
-    lacks = (REUSED, LEAKS, WANTS, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE, NO_HOOKS)
+    lacks = (REUSED, LEAKS, WANTS, SHARED, GRAD_MODE, GRAPH_KEPT, OWN_MODE, NO_HOOKS, GROWS)
     if How.IGNORED not in request.how:  # it asks whether who draws no random numbers answers as in eval mode
         lacks += (RANDOM,)
     known = [what for what in wrong if what.startswith(lacks)]
