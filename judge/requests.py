@@ -307,15 +307,21 @@ def swap_two(x: torch.Tensor, along: int) -> None:
         x.copy_(first)
 
 
+def swap_within(x: torch.Tensor) -> None:
+    """Along a dimension between the first and the last."""
+    if x.dim() > 2:
+        swap_two(x, int(torch.randint(1, x.dim() - 1, ())))
+
+
 swap_in_a_row, swap_in_a_column = partial(swap_two, along=-1), partial(swap_two, along=0)
 KEEP_INTEGERS = (reverse_middle, swap_in_a_row)  # what is one hot, or a permutation, stays so
 
 
-def swap_in_each(model: torch.nn.Module) -> None:
+def swap_in_each(model: torch.nn.Module, along: int) -> None:
     """Neither the first and the last numbers of a parameter, nor its sums, tell of it."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dim():
-            swap_in_a_row(parameter.data)
+            swap_two(parameter.data, along)
 
 
 LENIENT = {"may_differ": True, "may_refuse": True}
@@ -326,6 +332,7 @@ SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_lik
 INTEGERS = FINITE("other integers and masks, half of each number", change=Inputs.other_integers)
 INFERRED = BOTH("gradients in a module whose first call was in inference mode", how=How.INFERRED, **LENIENT)
 ONE_OTHER = partial(Request, order=(0, 1), change=reverse_middle, alike=True)
+SWAPPED = partial(FINITE, how=How.SPARING)
 NORMS = FINITE("weights of norms 8 times as large", weights=larger_norms)
 
 # Asked at the shape and in the layout that is timed.
@@ -337,10 +344,12 @@ REQUESTS = {
         Request("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
         FINITE("other integers and truth values in the buffers", weights=other_buffers, **LENIENT),
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
-        FINITE("numbers of each weight changed places since the last call", how=How.SPARING, weights=swap_in_each),
+        SWAPPED("numbers of each weight changed places since the last call", weights=partial(swap_in_each, along=-1)),
         Request("inputs that differ from the last ones in the middle", order=(0, 1), change=reverse_middle, alike=True),
         Request("inputs with the last ones' sums, and of rows", order=(0, 1), change=swap_in_a_row, alike=True),
         Request("inputs with the last ones' sums, and of columns", order=(0, 1), change=swap_in_a_column, alike=True),
+        Request("inputs with the last ones' sums, and within", order=(0, 1), change=swap_within, alike=True),
+        SWAPPED("numbers of each weight changed places in its columns", weights=partial(swap_in_each, along=0)),
         ONE_OTHER("the first of two inputs is another than in the last call", laid=0),
         ONE_OTHER("the second of two inputs is another than in the last call", laid=1),
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
