@@ -276,6 +276,12 @@ class Contender:
         make = lambda seed: cast(self.problem.make(self.cls, seed), self.dtype, self.device)  # noqa: E731
         made = make(seed if other is None else other)
         if examine:
+            twin = make(seed)
+            if {*map(id, made.parameters())} & {*map(id, twin.parameters())}:
+                raise Rejected("two instances share their parameters")
+            if [*map(id, made.parameters())] != [id(p) for _, p in made.named_parameters()]:
+                lacks.append("gives an optimizer others than its parameters")
+            del twin
             try:
                 loaded = pickle.loads(pickle.dumps(made)).state_dict()
                 plain = {
