@@ -75,6 +75,7 @@ from judge.answers import (
     parameters_by_name,
     places_of,
     restore,
+    rng_state,
     roots_of,
     same_bits,
     set_mode,
@@ -243,8 +244,11 @@ class Contender:
         set_precision(level)
         self.switches = Switches()
         self.problem, self.replaced, begin = Problem(*problem), replaced(), perf_counter()
+        states = rng_state()
         module = load(path, text) if self.role == "new" else self.problem.module
         seconds = perf_counter() - begin
+        if any(now != then for now, then in zip(rng_state(), states)) and "seed" not in self.problem.text:
+            self.said.append("changes a random state when it is imported")
         vars(module).update(self.problem.constants)
         self.put_back()
         name = "ModelNew" if self.role == "new" else "Model"
