@@ -290,6 +290,8 @@ class Judge:
                 break
         else:
             raise Rejected(*wrong)
+        if bench.may_hide_its_gain(samples, case.device):
+            case.notes.append("gains so little time a call that the judge's clock could not see it if it were hidden")
         for name, errors in case.errors.items():
             checked[name] = checked.get(name, gates.Errors()) + errors
         case.errors = checked
