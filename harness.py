@@ -291,7 +291,7 @@ class Judge:
         else:
             raise Rejected(*wrong)
         if bench.may_hide_its_gain(samples, case.device):
-            case.notes.append("gains so little time a call that the judge's clock could not see it if it were hidden")
+            case.notes.append("its gain is too short for the judge's clock to check")
         for name, errors in case.errors.items():
             checked[name] = checked.get(name, gates.Errors()) + errors
         case.errors = checked
