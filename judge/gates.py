@@ -66,6 +66,11 @@ class Errors:
         """Of the candidate, of eager and of the exact result itself."""
         return {"max": self.most[:3].tolist(), "rms": (self.squares[:3] / max(1, self.count)).sqrt().tolist()}
 
+    def or_as_far(self, other: Errors) -> None:
+        """The Model's error is that of another answer of its own, `other`, where that is larger."""
+        for mine, theirs in ((self.most, other.most), (self.squares, other.squares)):
+            mine[1] = torch.maximum(mine[1], theirs[0])
+
     def cancels(self) -> bool:
         """No digit of the Model's is right, as where the terms of a sum cancel."""
         return bool(self.squares[1] > self.squares[2])
