@@ -52,6 +52,7 @@ from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared,
 
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
+OTHER_DRAWS = 16  # of inputs, in which the Model may be seen to miss gate 1
 LARGE_SHARE = 1 / 32  # of a GPU's memory: a request besides the gates is of no larger inputs and answer
 SMALL = 0.01  # of the largest value of an output: by so much, at most, a small one may be off, besides the gates
 LEAST_SCALE = 1e-3  # of gradients: what is much smaller than 1 may be what is left of larger numbers
@@ -819,6 +820,8 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             is_far = not request.both_gates or are_few and not gates.are_close(eager, right[name], *limits)
             # Or its terms cancel, and what is left of both is rounding: the gradient of a bias before a norm.
             is_far |= found.cancels() and gates.are_close(eager, right[name], gates.ODD_RATIO * tolerance, limits[1])
+            # Or it misses it with other inputs alone: which of two such sums does so is luck.
+            is_far = is_far or are_few and not [*found.over_limit(case.eps)] and misses_too(case, request, name, model)
             if is_far and not [*found.over_limit(case.eps, gates.ODD_RATIO)]:
                 continue
             uncertain += not request.both_gates
@@ -835,6 +838,16 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         least = min(float(found.most[0]), float(gates.size(gates.as_numbers(eager)).max()))
         firm |= request.if_vanishing and not (bool(new.isfinite().all()) and least <= SMALL * usual)
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong", firm)
+
+
+def misses_too(case: Case, request: Request, name: str, model: torch.nn.Module) -> bool:
+    """Whether the Model itself misses gate 1 with other inputs, as where what is left of large terms may be small."""
+    for seed in range(request.seed + 2000, request.seed + 2000 + OTHER_DRAWS):
+        right = case.exact(request, case.inputs(seed, request.batch), model)
+        eager = case.plain(model, case.inputs(seed, request.batch), request)[name]
+        if right and not gates.are_close(eager, right[name], case.tolerance(eager), gates.scale_of(name, right[name])):
+            return True
+    return False
 
 
 def channels_last(case: Case, request: Request, inputs: list, model: torch.nn.Module) -> dict:
