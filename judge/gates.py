@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -285,6 +285,7 @@ def in_float64(model: torch.nn.Module, *inputs):
 PLACE_OF_DIM = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "median": 1, "mode": 1}
 PLACE_OF_DIM |= {"max": 1, "min": 1, "argmax": 1, "argmin": 1}
 OF_ALL = ("max", "min", "median", "argmax", "argmin")  # without `dim` they look at the whole tensor
+KINKS = {"relu": inf, "relu_": inf, "relu6": 6, "hardtanh": 1}  # the upper bounds
 POOLED = {f"max_pool{n}d_with_indices": n for n in (1, 2, 3)}  # by the dimensions that their places count through
 
 
@@ -298,8 +299,10 @@ class OtherTies(TorchFunctionMode):
         self.found = False  # whether there are equal values where something is chosen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result, kwargs = func(*args, **kwargs or {}), kwargs or {}
-        name = getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in KINKS and args:
+            return self._kinked(func, args, kwargs)
+        result = func(*args, **kwargs)
         if self.attempt == 0 and name in POOLED | {"cummax": 0, "cummin": 0}:
             return self._named(result, args[0], POOLED.get(name, 0), kwargs.get("dim", args[1] if args[1:] else -1))
         place = PLACE_OF_DIM.get(name)
@@ -318,6 +321,15 @@ class OtherTies(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             return places.reshape(index.shape)
         return type(result)((x.gather(dim, places).reshape(index.shape), places.reshape(index.shape)))
+
+    def _kinked(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Where a value lies on a bound, as those of a channel that is 0, PyTorch's clamp has the slope 1, its ReLU
+        and hardtanh have 0."""
+        x, low, high = args[0], kwargs.get("min_val", 0), kwargs.get("max_val", KINKS[func.__name__])
+        self.found |= bool(((x == low) | (x == high)).any())
+        in_place = kwargs.get("inplace") or func.__name__ == "relu_"
+        other = torch.clamp_ if in_place else torch.clamp
+        return other(x, low, high) if self.attempt == 1 else func(*args, **kwargs)
 
     def _named(self, result, x: torch.Tensor, pooled: int, dim: int):
         """The places that the candidate's answer names, if the same values lie there."""
