@@ -811,6 +811,9 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         of_two = not right and How.TRAIN in request.how and name.startswith("gradient")
         if of_two and gates.are_close(new, eager, FAR_OFF * tolerance, scale):
             continue
+        rounding = gates.ODD_RATIO * tolerance, largest_of_gradients(name, answer.leaves)
+        if of_two and all(gates.are_close(torch.zeros_like(x), x, *rounding) for x in (new, eager)):
+            continue
         if right and (gates.as_numbers(new).isnan() == gates.as_numbers(eager).isnan()).all():
             limits = tolerance, scale_of(case, request, name, right[name])
             if gates.are_close(new, right[name], *limits):
@@ -819,7 +822,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             are_few = found.far <= SOME * found.count
             is_far = not request.both_gates or are_few and not gates.are_close(eager, right[name], *limits)
             # Or its terms cancel, and what is left of both is rounding: the gradient of a bias before a norm.
-            is_far |= found.cancels() and gates.are_close(eager, right[name], gates.ODD_RATIO * tolerance, limits[1])
+            is_far |= found.cancels() and gates.are_close(eager, right[name], *rounding)
             # Or it misses it with other inputs alone: which of two such sums does so is luck.
             is_far = is_far or are_few and not [*found.over_limit(case.eps)] and misses_too(case, request, name, model)
             if is_far and not [*found.over_limit(case.eps, gates.ODD_RATIO)]:
@@ -838,6 +841,12 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         least = min(float(found.most[0]), float(gates.size(gates.as_numbers(eager)).max()))
         firm |= request.if_vanishing and not (bool(new.isfinite().all()) and least <= SMALL * usual)
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong", firm)
+
+
+def largest_of_gradients(name: str, right: dict) -> float:
+    """Of a gradient: the scale of the largest beside it, which what is left of cancelled terms is a rounding of."""
+    found = [gates.scale_of(each, x) for each, x in right.items() if each.startswith("gradient") and x is not None]
+    return max(found, default=1.0) if name.startswith("gradient") else 1.0
 
 
 def misses_too(case: Case, request: Request, name: str, model: torch.nn.Module) -> bool:
