@@ -523,11 +523,12 @@ def test_what_goes_on_beside_a_candidate_is_looked_for_until_the_end():
     assert [(turn - 1) // bench.SEARCHED for turn in asked][:whole] == [*range(whole)]
 
 
-@pytest.mark.parametrize("load", [0.0, 1e3])
-def test_on_an_overloaded_machine_the_judges_clock_counts(load, judge, monkeypatch):
-    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+def test_on_an_overloaded_machine_the_judges_clock_counts(judge, monkeypatch):
+    """Elsewhere this one is wrong: test_candidate judges it, too."""
+    monkeypatch.setattr("os.getloadavg", lambda: (1e3, 1e3, 1e3))
+    monkeypatch.setattr(bench, "ATTEMPTS", 1)  # the others take 20 s
     (run,) = judge(source("clock_that_runs_slowly"))  # it says a tenth of the time, and sleeps for 10 ms
-    assert run.ok and run.ms["new"] > 5 and "too much else runs here" in run.notes[-1] if load else not run.ok, run
+    assert run.ok and run.ms["new"] > 5 and "too much else runs here" in run.notes[-1], run
 
 
 def test_who_has_many_processes_is_timed_by_the_judges_clock(judge, monkeypatch):
