@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -548,4 +549,5 @@ def rng_state() -> list:
     kinds = [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]
     of_numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
     of_numpy = [x.tobytes() if hasattr(x, "tobytes") else x for x in of_numpy]
-    return [random.getstate(), of_numpy, *[kind.get_rng_state().tolist() for kind in kinds]]
+    states = [kind.get_rng_state() for kind in kinds]
+    return [random.getstate(), of_numpy, *[ctypes.string_at(each.data_ptr(), each.nbytes) for each in states]]

@@ -678,6 +678,7 @@ def serve(role: str, device: str, pipe) -> None:
     os.close(server._forkserver_alive_fd)  # pipes of the judge's: who needs a server here starts one of its own
     os.close(tracker._fd)
     server._forkserver_alive_fd = tracker._fd = None
+    gc.freeze()  # `alive` and gc.collect are to look through what comes later, not all that torch consists of
     contender = Contender(role, device)
     with contextlib.suppress(EOFError, ConnectionError):  # the judge has ended
         while True:

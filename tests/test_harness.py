@@ -81,11 +81,13 @@ def suite(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_candidate(name, device, judges, tmp_path):
+def test_candidate(name, device, judges, tmp_path, monkeypatch):
     """Each wrong one is rejected for its reason and not timed; each honest one is accepted in every direction."""
     candidate = CANDIDATES[name]
     if ELSEWHERE[device.type] in candidate.particular:
         pytest.skip("this one cheats on another device")
+    if "by clock" in candidate.particular:
+        monkeypatch.setattr(bench, "MORE_ROUNDS", 2)  # not 4 and 16 times the rounds, which take 20 s
     runs = judges(write(tmp_path, name), device=device.type, **how_judged(name))
     assert is_as_expected(name, runs), [run.reasons for run in runs]
     assert not candidate.rejected or not (runs[-1].ok or runs[-1].ms or runs[-1].roof)
@@ -238,7 +240,7 @@ def test_a_model_that_cannot_run_on_meta_has_no_floor(judge):
     assert run.ok and run.roof == {} and "no floor" in run.notes[0]
 
 
-@pytest.mark.parametrize("when", ["load", "ready", "warm_up", "time"])
+@pytest.mark.parametrize("when", ["load", "ready", "time"])
 def test_a_baseline_that_fails_is_noted(when, judge, monkeypatch):
     ask = harness.Worker.ask
 
@@ -527,12 +529,13 @@ def test_on_an_overloaded_machine_the_judges_clock_counts(judge, monkeypatch):
     """Elsewhere this one is wrong: test_candidate judges it, too."""
     monkeypatch.setattr("os.getloadavg", lambda: (1e3, 1e3, 1e3))
     monkeypatch.setattr(bench, "ATTEMPTS", 1)  # the others take 20 s
-    (run,) = judge(source("clock_that_runs_slowly"))  # it says a tenth of the time, and sleeps for 10 ms
-    assert run.ok and run.ms["new"] > 5 and "too much else runs here" in run.notes[-1], run
+    (run,) = judge(source("clock_that_runs_slowly"))  # it says a tenth of the time, and sleeps for 3 ms
+    assert run.ok and run.ms["new"] > 2 and "too much else runs here" in run.notes[-1], run
 
 
 def test_who_has_many_processes_is_timed_by_the_judges_clock(judge, monkeypatch):
     monkeypatch.setattr(bench, "hidden_time", lambda samples, device: "a clock")
+    monkeypatch.setattr(bench, "MORE_ROUNDS", 2)
     waiting = "import subprocess\n[subprocess.Popen(['sleep', '1000']) for _ in range({})]\n" + PLAIN
     (run,), (few,) = judge(waiting.format(9)), judge(waiting.format(7))
     assert run.ok and "the judge's clock, which includes the time to resume its 10 processes" in run.notes[-1], run
@@ -715,7 +718,8 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
     assert capsys.readouterr().err == ""  # the line of progress is for a terminal
 
 
-def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
+def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(harness, "CPU_BYTES", 1 << 20)
     sweep = "sweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24), dict(batch_size=1 << 20)]\n"
     constants = f"batch_size = 32\nfeatures = 96\non_cpu = dict(features=8)\n{sweep}"
     model = MODEL.replace("96", "features").replace("batch_size = 32\n", constants)
@@ -725,7 +729,7 @@ def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "input 4 x 16" in out and "input 8 x 24" in out
     runs = json.loads(records.read_text())["runs"]
-    large = (1 << 16, [[1 << 16, 96]])  # 24 MiB, where on_cpu does not choose the size
+    large = (1 << 11, [[1 << 11, 96]])  # below CPU_BYTES, where on_cpu does not choose the size
     assert [(run["batch"], run["shapes"]) for run in runs] == [(4, [[4, 16]]), (8, [[8, 24]]), large]
     assert runs[0]["constants"] == {"batch_size": 4, "features": 16} and runs[0]["roof"]["flops"] == 2 * 4 * 16 * 64
 
