@@ -48,6 +48,9 @@ HIDDEN_SHARE, FLUSH_SHARE, HIDDEN_MS = 0.1, 0.03, 0.05
 MANY_PROCESSES = 8  # a candidate with more takes milliseconds to resume, see by_the_judges_clock
 ATTEMPTS, MORE_ROUNDS = 3, 4  # of timing, until one finds nothing wrong; each has so many times the rounds before
 ESCAPED = "starts a process in a group of its own, which goes on while others are timed"
+# PyTorch 2.8 does not index float8, and no PyTorch on a GPU unsigned integers of more than a byte.
+INDEXED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+INDEXED |= {dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")}
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
@@ -285,8 +288,7 @@ class Ring:
     def is_odd(self, name: str, i: int) -> bool:
         """Whether an answer of the candidate's has what its last one had, wherever it was sampled; or, there, another
         than eager's, if that had its turn first."""
-        # As bytes, since PyTorch 2.8 does not index float8.
-        values = [x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in self.answers]
+        values = [x.view(INDEXED.get(x.dtype, x.dtype)) for x in self.answers]
         found = [x.reshape(-1)[places] for x, places in zip(values, self.places)]
         if name not in self.sampled:
             return False
