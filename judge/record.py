@@ -86,6 +86,8 @@ class Result:
             if name != "new":
                 self.speedup[name], self.speedup_ci[name] = bench.speedup(samples, name, self.device)
                 self.verdict[name] = bench.verdict(*self.speedup_ci[name], bool(self.interference))
+        if samples.ready["new"]["plain"]:
+            self.notes.append("plain path: PyTorch's operators alone ran in this call, none of the file's own")
         if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
             times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
             self.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")

@@ -84,7 +84,7 @@ class Problem:
         vars(self.module).update(self.constants)
         files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
         beside = str(path.resolve().parent)
-        imported = [Path(file) for file in files if os.path.dirname(file) == beside]
+        imported = [Path(file) for file in files if file.startswith(beside) and os.path.dirname(file) == beside]
         self.imported = {file: file.read_bytes() for file in imported if file.is_file() and file.name != path.name}
         self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [])]  # the shapes worth a measurement
         self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second

@@ -52,6 +52,7 @@ from pathlib import Path
 
 import torch
 from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.answers import (
@@ -100,7 +101,7 @@ REPLIES = {
     "failed": {"kind": "", "wrong": [""]},
     "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "takes": [""]},
     "call": {"forms": [[FORM]], "names": [[""]], "tree": "", "given": "", "did": [""], "graphs": True},
-    "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0},
+    "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0, "plain": False},
     "time": {"ms": 0.0, "forms": [FORM]},
     "aged": {"aged": True},
     "wrong_slopes": {"wrong_slopes": [""]},
@@ -218,13 +219,25 @@ def alike(x: torch.Tensor, behind: int = 0) -> torch.Tensor:
     return torch.cat([memory[:behind], memory]).as_strided(x.shape, x.stride(), behind)
 
 
+class Called(TorchDispatchMode):
+    """The namespaces of the operators that are called within."""
+
+    def __init__(self):
+        super().__init__()
+        self.namespaces = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.namespaces.add(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+
 class Contender:
     """Answers the judge's requests, each by the method of its name."""
 
     def __init__(self, role: str, device: str):
         self.role, self.device, self.gpu, self.switches = role, device, device == "cuda", Switches()
         self.wait = torch.cuda.synchronize if self.gpu else lambda: None
-        self.cls, self.said = None, []
+        self.cls, self.said, self.namespace = None, [], ""
         self.cycles_of_ms = 0.0  # of torch.cuda._sleep, once measured
         self.graphs = False  # whether a CUDA graph was captured, by whatever function of PyTorch's
         self.rest()
@@ -250,6 +263,7 @@ class Contender:
         if any(now != then for now, then in zip(rng_state(), states)) and "seed" not in self.problem.text:
             self.said.append("changes a random state when it is imported")
         vars(module).update(self.problem.constants)
+        self.namespace = vars(module).get("NAMESPACE") or ""
         self.put_back()
         name = "ModelNew" if self.role == "new" else "Model"
         if not hasattr(module, name) and isinstance(getattr(module, "Model", None), type):
@@ -514,6 +528,7 @@ class Contender:
         nbytes = FLUSH_BYTES["cuda"] if self.gpu else AWAKE_BYTES
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._clocked(1)
+        plain = self._is_plain()
         self.put_back()
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -522,7 +537,16 @@ class Contender:
             marks.append(self._clocked(1)[:3])
             self.put_back()
         reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
-        return reply | {"peak": torch.cuda.max_memory_allocated() - before}
+        return reply | {"peak": torch.cuda.max_memory_allocated() - before, "plain": plain}
+
+    def _is_plain(self) -> bool:
+        """Whether the call to be timed runs PyTorch's operators alone: none of the file's NAMESPACE, if it has one."""
+        if not isinstance(self.namespace, str) or not self.namespace:
+            return False
+        called = Called()
+        with torch.set_grad_enabled(self.request.direction != "forward"), called:
+            self.timed(*self.inputs)
+        return self.namespace not in called.namespaces
 
     def warm_up(self) -> None:
         """One call on old inputs, so that no timed call waits for memory, nor for addresses that the GPU forgot while

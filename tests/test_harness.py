@@ -254,6 +254,12 @@ def test_a_baseline_that_fails_is_noted(when, judge, monkeypatch):
     assert run.ok and set(run.ms) == {"new", "eager"} and run.notes[0].startswith("no compile baseline: "), run.notes
 
 
+@pytest.mark.parametrize(("namespace", "is_plain"), [("aten", False), ("another", True)])
+def test_says_where_none_of_a_files_own_operators_ran(namespace, is_plain, judge, device):
+    (run,) = judge(f"{PLAIN}\n\nNAMESPACE = {namespace!r}\n", device=device.type)
+    assert run.ok and any(note.startswith("plain path") for note in run.notes) == is_plain, run
+
+
 # What a Model chooses, and what a candidate may choose in its place, or may not.
 MIDDLE = "(lambda e: (e.cumsum(1) * e == 2).float().argmax(1, keepdim=True))(x == {})"
 AS, LAST = "(lambda v, i: torch.return_types.{}(({})))(*{})", "x.flip(1).sort(dim=1, descending=True, stable=True)"
