@@ -126,6 +126,7 @@ class Judge:
     def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None]):
         self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
+        self.stdout = sys.stdout
         # The candidate's clock is held against eager's.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
         if "compile" in self.baselines:  # it begins to load the compiler
@@ -139,10 +140,11 @@ class Judge:
         """All records of one pair. Never raises for what a pair does wrong."""
         options, sha256, of_kernels, shapes, notes, texts = self.options, "", "", [{}], [], {}
         with contextlib.suppress(*RAISED):  # the run says what is wrong with the files
-            texts = {path: path.read_text() for path in (pair.new_path, pair.model_path)}
+            texts = {path: path.read_bytes() for path in (pair.new_path, pair.model_path)}
             sha256, notes = source.code_sha256(pair.new_path), record.remarks(pair.new_path, options.device)
             of_kernels = source.code_sha256(pair.new_path, source.kernels_of)
-            problem = Problem(pair.model_path, None, texts[pair.model_path])
+            with contextlib.redirect_stdout(sys.stderr):  # what the Model prints is no part of the table
+                problem = Problem(pair.model_path, None, texts[pair.model_path])
             if options.sweep and not problem.sweep:
                 notes.append(f"--sweep has no effect: {pair.model_path.name} has no list `sweep`")
             shapes = options.sweep and problem.sweep or [problem.on_cpu if options.device == "cpu" else {}]
@@ -150,7 +152,8 @@ class Judge:
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants, of_kernels
             runs, batch = [], options.batch
             while not runs:
-                runs, batch = self._judge(pair, what, texts, batch)
+                with contextlib.redirect_stdout(sys.stderr):
+                    runs, batch = self._judge(pair, what, texts, batch)
             for run in runs:
                 run.notes = notes + run.notes
                 yield run
@@ -312,7 +315,7 @@ class Judge:
         path = self.options.profile.resolve() / f"{run.model.replace('/', '_')}_{form}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]
         case.workers["new"].ask("rest")
-        print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
+        print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", file=self.stdout, flush=True)
 
 
 class Parser(argparse.ArgumentParser):

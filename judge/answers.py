@@ -33,9 +33,12 @@ NO_HOOKS = "runs no forward hook"
 GROWS = "gets other names in its state_dict when it is called"
 OF_AN_INPUT = "returns an input's own memory as an output"
 REUSED = "gives the memory of an earlier answer again"
+OF_ANOTHER = "made of a parameter of another name"  # by a hook on the state_dict
+NOT_ITSELF = "its train(), eval() or _apply() does not return the module"
 LEAKS = "keeps tensors of each call, more and more"
 WANTS = "changes whether a gradient is wanted of"
 SHARED = "gives outputs that share memory"
+SHARE = "two instances share the memory of their weights or buffers"
 APART = (1 << 62) + (1 << 31)  # from the seeds of inputs: else what a call draws would be the numbers that they are
 # Of calls, and of one graph's backward passes, that may race: where so many seconds are over, at least so many calls.
 LEAST_REPEATS, MOST_REPEATS, REPEAT_SECONDS, BACKWARD_SECONDS = 50, 200, 0.4, 0.1
@@ -65,7 +68,7 @@ class How(Flag):
     PLAINLY = 0
     TRAIN = auto()  # in training mode
     THEN_EVAL = auto()  # but for the last call
-    FROZEN_NORMS = auto()  # but for its batch norms, as who fine-tunes a network leaves them
+    FROZEN_NORMS = auto()  # but for its batch norms and dropouts, as who fine-tunes a network leaves them
     INFERENCE = auto()  # in inference mode
     POISONED = auto()  # new memory is full of NaN
     RESTORED = auto()  # the Model writes its buffers: each timed call begins with those that were given
@@ -161,21 +164,29 @@ class Answer(NamedTuple):
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
 
 
-def batch_norms_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    of = torch.nn.modules.batchnorm._BatchNorm
+def norms_and_dropouts_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    of = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd
     return [each for each in module.modules() if isinstance(each, of) and each is not module]
 
 
 def set_mode(module: torch.nn.Module, training: bool, how: How) -> torch.nn.Module:
     """Training mode or eval mode; batch norms stay in eval mode if `how` says so."""
     module.train(training)
-    for each in batch_norms_of(module) if How.FROZEN_NORMS in how else ():
+    for each in norms_and_dropouts_of(module) if How.FROZEN_NORMS in how else ():
         each.eval()
     return module
 
 
+def state_dict_of(module: torch.nn.Module) -> dict:
+    """With the parameters themselves; a state_dict of its own may not take this argument."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:
+        return module.state_dict()
+
+
 def state_by_name(module: torch.nn.Module, own: Own = None) -> dict[str, torch.Tensor]:
-    found = module.state_dict(keep_vars=True)
+    found = state_dict_of(module)
     found = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
     return found if own is None else {theirs: found[mine] for theirs, mine in own.items()}
 
@@ -223,6 +234,8 @@ def answers_of(module, sets: list[list], request: Request, own: Own = None, call
                 forms = [form_of(leaf, request) for leaf in tree_leaves(result)]
                 if How.CLONED in request.how:
                     result = tree_map_only(torch.Tensor, torch.clone, result)
+                elif not recorded:  # who looks whether anybody holds its tensor does not know of a view of it
+                    result = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
                 calls.append((i, result, forms, kind_of(given_as)))
                 held |= memory_of(result) - given
             del result, given_as
@@ -435,13 +448,15 @@ def watched(module, sets: list, own: Own) -> dict[str, torch.Tensor]:
         for i, x in enumerate(tree_leaves(inputs)):
             if isinstance(x, torch.Tensor):
                 found[f"input {i}{' of another call' * (k > 0)}"] = x
+                if x.is_leaf and x.grad is not None:
+                    found[f"the .grad of input {i}{' of another call' * (k > 0)}"] = x.grad
     parameters = parameters_by_name(module, own).items()
     found |= {f"the .grad of {name}": p.grad for name, p in parameters if p.grad is not None}
     return found | state_by_name(module, own)
 
 
 def written(before: dict[str, tuple], now: dict[str, torch.Tensor]) -> list[str]:
-    said = []
+    said = [f"writes {name}" for name in now if name.startswith("the .grad of") and name not in before]
     for name, (x, version, wants, bits) in before.items():
         found = now.get(name)
         new_view = found is not None and found is not x and found.data_ptr() == x.data_ptr()  # by a state_dict hook
@@ -540,7 +555,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal to the last bit: NaN equals the same NaN, and 0 is not -0."""
     if left.shape != right.shape or left.dtype != right.dtype or left.layout != right.layout:
         return False
-    left, right = compared(left), compared(right)
+    left, right = (x.int_repr() if x.is_quantized else x for x in map(compared, (left, right)))
     return torch.equal(*(x.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (left, right)))
 
 

@@ -28,10 +28,13 @@ from judge.answers import (
     GROWS,
     LEAKS,
     NO_HOOKS,
+    NOT_ITSELF,
     OF_A_LEAF,
+    OF_ANOTHER,
     OWN_MODE,
     RANDOM,
     REUSED,
+    SHARE,
     SHARED,
     WANTS,
     Answer,
@@ -39,8 +42,8 @@ from judge.answers import (
     Own,
     Request,
     answers_of,
-    batch_norms_of,
     bytes_of,
+    norms_and_dropouts_of,
     same_bits,
     set_mode,
     slopes_of,
@@ -48,7 +51,17 @@ from judge.answers import (
 )
 from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, half, other_truth, perturb, requests_after
 from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
-from judge.worker import GARBLED, Rejected, Worker, as_rejected, settle, shared, state_of, takes_of
+from judge.worker import (
+    GARBLED,
+    Rejected,
+    Worker,
+    as_rejected,
+    settle,
+    share_memory,
+    shared,
+    state_of,
+    takes_of,
+)
 
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
@@ -95,7 +108,7 @@ class Case:
     batch: int | None
     seed: int
     workers: dict[str, Worker]  # by role; the candidate's is "new"
-    texts: dict[Path, str] = field(default_factory=dict)  # of the files, as they were when the judge first read them
+    texts: dict[Path, bytes] = field(default_factory=dict)  # of the files, as they were when the judge first read them
     notes: list[str] = field(default_factory=list)
     no_dropin: list[str] = field(default_factory=list)  # why what is right is no drop-in
     tell: Callable[[str], None] = lambda text: None  # of the progress
@@ -151,7 +164,7 @@ class Case:
         """Has a process import a candidate's file, or None for the Model's, and make its module."""
         path = new_path or self.problem.path
         if path not in self.texts:
-            self.texts[path] = path.read_text()
+            self.texts[path] = path.read_bytes()
         problem = self.problem.path, self.problem.constants, self.problem.text
         made = {"level": self.precision, "dtype": self.dtype, "seed": self.made_from, "examine": examine}
         return worker.ask("load", path=path, text=self.texts[path], problem=problem, **made)
@@ -161,11 +174,11 @@ class Case:
         return self.workers[role].ask("call", request=request, own=own, states=states, sets=sets, answers=places)
 
     def says(self, command: str, **asked) -> bool | list:
-        """What the candidate's process finds out about itself; nothing where it raises an error or memory runs out."""
+        """What the candidate's process finds out about itself; nothing where memory runs out."""
         try:
             return self.workers["new"].ask(command, **asked)[command]
         except Rejected as error:
-            if error.kind not in ("raised", "memory"):
+            if error.kind != "memory" and (error.kind, command) != ("raised", "aged"):
                 raise
             return []
 
@@ -290,10 +303,15 @@ def start(case: Case, new_path: Path) -> float:
     with contextlib.suppress(Exception):  # nobody need be pickled or copied where the Model cannot be
         pickle.dumps(case.model)
         copy.deepcopy(case.model)
-        case.lacks(*reply["lacks"])
-    takes = takes_of(case.model)
-    if "*" not in takes + reply["takes"] and len(reply["takes"]) < len(takes):
-        case.lacks(f"its forward takes {some(reply['takes'])}, the Model's {some(takes)}")
+        is_itself = case.model.eval() is case.model
+        case.lacks(*(why for why in reply["lacks"] if why != SHARE and (is_itself or why != NOT_ITSELF)))
+    if SHARE in reply["lacks"]:
+        twin = cast(case.problem.model(case.seed), case.dtype, case.device)
+        reject(Request("before any call"), [SHARE] * (not share_memory(case.model, twin)))
+    for what, of_the_models in (("forward", case.model.forward), ("constructor", case.problem.module.Model)):
+        theirs_takes, takes = takes_of(of_the_models), reply["takes"][what]
+        if "*" not in theirs_takes + takes and len(takes) < len(theirs_takes):
+            case.lacks(f"its {what} takes {some(takes) or 'nothing'}, the Model's {some(theirs_takes)}")
     if reply["class"] != "ModelNew":
         case.notes.append("it has no ModelNew; its class Model was taken")
     case.own = matched(case, theirs, mine)
@@ -303,6 +321,10 @@ def start(case: Case, new_path: Path) -> float:
 def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> Own:
     """The candidate's names of the Model's tensors. What differs is no drop-in."""
     fit = all(name in mine and mine[name][0] == form for name, (form, _, _) in theirs.items())
+    made = [name for name in theirs if fit and mine[name][2] == OF_ANOTHER != theirs[name][2]]
+    if made:  # whose gradients have other shapes, too
+        case.lacks(f"{some(made)} in its state_dict is {OF_ANOTHER}: it was judged as made from the same seeds")
+        return {}
     if fit:
         extra = [name for name in mine if name not in theirs]
         case.fits = not extra and all(mine[name][1] == bits for name, (_, bits, _) in theirs.items())
@@ -356,6 +378,10 @@ def comparable(case: Case) -> None:
     case.shapes = [list(x.shape) for x in tensors_of(inputs)]
     if other := [str(x.layout) for x in tensors_of(inputs) if x.layout != torch.strided]:
         raise Unjudged(f"the Model is given tensors of {other[0]}, which the judge cannot hand out")
+    if odd := [x for x in tree_leaves(inputs) if isinstance(x, torch.Generator) or hides_tensors(x)]:
+        raise Unjudged(f"the Model is given a {type(odd[0]).__name__}, which the judge cannot hand out")
+    if odd := [(name, x) for name, x in case.initial.items() if isinstance(x, torch.Tensor) and x.is_quantized]:
+        raise Unjudged(f"the Model keeps {odd[0][0]} as {odd[0][1].dtype}, which the judge cannot hand out")
     nbytes = bytes_of(inputs)
     with of_the_model(case.precision):
         called = copy.deepcopy(case.model)
@@ -393,6 +419,11 @@ def comparable(case: Case) -> None:
     case.inputs_are = [Inputs(each) for each in zip(*draws)]
 
 
+def hides_tensors(x) -> bool:
+    """An object, as a dataclass, of which PyTorch does not know that it has tensors."""
+    return not isinstance(x, (torch.Tensor, type)) and bool(tensors_of([*getattr(x, "__dict__", {}).values()]))
+
+
 def check(case: Case, direction: str, after: bool = False, gradients: bool = False) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it.
 
@@ -411,6 +442,30 @@ def check(case: Case, direction: str, after: bool = False, gradients: bool = Fal
     for seed, request in enumerate(asked, 20):
         case.tell(f"checking {direction}: {request.when}")
         ask(case, replace(request, seed=seed, batch=case.small_batch if request.batch is None else request.batch))
+    if after and direction == "forward":
+        when = "made with half of each number that its constructor takes"
+        other_arguments(case, Request(when, seed=99, batch=case.small_batch, may_differ=True, may_refuse=True))
+
+
+def other_arguments(case: Case, request: Request) -> None:
+    """Asks modules that are made with half of each float among the constructor's arguments."""
+    model, arguments = case.model, case.problem.arguments(case.made_from)
+    if not tree_any(lambda x: type(x) is float and x, arguments):
+        return
+    try:
+        case.problem.halved = True
+        case.make(case.made_from)
+        case.workers["new"].ask("made", seed=case.made_from, halved=True)
+        ask(case, request)
+    except Rejected as error:
+        if error.kind == "raised":
+            case.lacks(f"refuses other arguments of its constructor: {error}")
+        elif error.kind != "model":
+            raise
+    finally:
+        case.problem.halved, case.model = False, model
+        if case.workers["new"].alive():
+            case.workers["new"].ask("made", seed=case.made_from)
 
 
 def over_limit(case: Case) -> list[str]:
@@ -636,7 +691,7 @@ def put(case: Case, request: Request, must: bool) -> None:
         except (Rejected, KeyError):  # with --profile there is no eager
             return
     training = How.TRAIN in request.how
-    if How.FROZEN_NORMS in request.how and not batch_norms_of(model):
+    if How.FROZEN_NORMS in request.how and not norms_and_dropouts_of(model):
         return
     # A copy: a call may change what the module holds, as running means.
     called = set_mode(copy.deepcopy(model), training, request.how)
@@ -742,7 +797,10 @@ def look_at_slopes(case: Case, request: Request, given: list) -> None:
     # Behind a step few count, in one run or the other.
     if not any(sum(differ) >= max(1, len(differ) / 2) for differ in slopes.values()):
         unseen = [(case.own or {}).get(name, name) for name, differ in slopes.items() if not differ]
-        found = case.says("wrong_slopes", sets=given[:1], training=training, seed=request.seed)
+        try:
+            found = case.says("wrong_slopes", sets=given[:1], training=training, seed=request.seed)
+        except Rejected as error:  # the Model raised none there
+            reject(replace(request, when="where the slope of what it gives is looked at"), [*error.args])
         said = "the gradient of {} is not the slope of what it gives"
         reject(request, [said.format(name) for name in found if name not in unseen])
 
@@ -783,6 +841,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     single = len(request.order) == 1 or not any(did.startswith("writes") for did in answer.did)
     exact = cache(lambda: case.exact(request, draw(), model) if single else None)
     laid_otherwise = cache(lambda: channels_last(case, request, draw(), model))
+    softmax_otherwise = cache(lambda: written_out(case, request, draw(), model))
     theirs = [new for new in given if new.dtype == torch.int64]
     for name, eager, new in pairs:
         tolerance, scale = case.tolerance(eager), scale_of(case, request, name, eager)
@@ -799,9 +858,11 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         if right and request.both_gates:  # weights that were changed may make the Model overflow: then any may
             new = new if is_finite(eager) else without_overflows(new, eager, right[name])
         found = gates.compare(new, eager, right and right[name], tolerance, scale)
-        if right and [*found.over_limit(case.eps)] and (laid := laid_otherwise().get(name)) is not None:
-            if gates.are_close(laid, right[name], FAR_OFF * tolerance, scale):  # or it is a fault of PyTorch's
-                found.or_as_far(gates.compare(laid, eager, right[name], tolerance, scale))
+        for other in (laid_otherwise, softmax_otherwise) if right else ():
+            if [*found.over_limit(case.eps)] and (found_there := other().get(name)) is not None:
+                # Far off it would be a fault of PyTorch's.
+                if gates.are_close(found_there, right[name], FAR_OFF * tolerance, scale):
+                    found.or_as_far(gates.compare(found_there, eager, right[name], tolerance, scale))
         if request.both_gates and inexact and (right or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, gates.Errors()) + found
         if not found.far:
@@ -838,7 +899,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         where = f"{name}{' at ' * name[-1].isdigit()}{place}" if place else name
         wrong.append(f"{where} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
         usual = float(case.errors[name].most[2]) if name in case.errors else 0.0
-        least = min(float(found.most[0]), float(gates.size(gates.as_numbers(eager)).max()))
+        least = float(found.most[0])
         firm |= request.if_vanishing and not (bool(new.isfinite().all()) and least <= SMALL * usual)
     reject(request, wrong, "uncertain" if uncertain == len(wrong) else "wrong", firm)
 
@@ -869,6 +930,14 @@ def channels_last(case: Case, request: Request, inputs: list, model: torch.nn.Mo
         parameter.data = lay(parameter.data)
     with contextlib.suppress(Exception):  # a view that does not fit, say
         return case.plain(model, tree_map_only(torch.Tensor, lay, inputs), request)
+    return {}
+
+
+def written_out(case: Case, request: Request, inputs: list, model: torch.nn.Module) -> dict:
+    """What the Model answers where its softmax is written out, as many candidates write it: in the gradient the sum of
+    a row, zero but for rounding, flows back through its largest value."""
+    with contextlib.suppress(Exception), gates.WrittenOut():
+        return case.plain(model, inputs, request)
     return {}
 
 

@@ -245,11 +245,12 @@ def signs(model: torch.nn.Module) -> None:
 
 
 def larger_norms(model: torch.nn.Module) -> None:
-    """Normalised values go beyond bounds, a clamp's say, that they never reach with the first weights."""
+    """Normalised values, a learned number and the slope of a PReLU go beyond bounds, a clamp's say, that they never
+    reach with the first weights."""
     for module in model.modules():
-        weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is not None and weight.is_floating_point() and "Norm" in type(module).__name__:
-            weight.data.mul_(8.0)
+        for name, x in module.named_parameters(recurse=False):
+            if x.is_floating_point() and "bias" not in name and x.numel() == max(x.shape, default=1):
+                x.data.mul_(8.0)
 
 
 def fill_zeros(model: torch.nn.Module) -> None:
@@ -260,11 +261,11 @@ def fill_zeros(model: torch.nn.Module) -> None:
                 x.data.add_((x == 0) * (torch.rand_like(x) - 0.5))
 
 
-def shift_biases(model: torch.nn.Module) -> None:
+def shift_biases(model: torch.nn.Module, by: float = 100.0) -> None:
     for module in model.modules():
         bias = dict(module.named_parameters(recurse=False)).get("bias")
         if bias is not None and bias.is_floating_point() and "Norm" not in type(module).__name__:
-            bias.data.add_(100.0)
+            bias.data.add_(by)
 
 
 def shiftable(x: torch.Tensor) -> torch.Tensor:
@@ -329,11 +330,12 @@ MAY_REFUSE = {"may_refuse": True}
 TRAINS = MAY_REFUSE | {"both_gates": True}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
+LOWERED = FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0))
 INTEGERS = FINITE("other integers and masks, half of each number", change=Inputs.other_integers)
 INFERRED = BOTH("gradients in a module whose first call was in inference mode", how=How.INFERRED, **LENIENT)
 ONE_OTHER = partial(Request, order=(0, 1), change=reverse_middle, alike=True)
 SWAPPED = partial(FINITE, how=How.SPARING)
-NORMS = FINITE("weights of norms 8 times as large", weights=larger_norms)
+NORMS = FINITE("weights of norms and scales 8 times as large", weights=larger_norms)
 
 # Asked at the shape and in the layout that is timed.
 REQUESTS = {
@@ -355,23 +357,36 @@ REQUESTS = {
         Request("after the weights moved in memory, as .to moves them", how=How.MOVED, **MAY_REFUSE),
         Request("called again and again", how=How.REPEATED),
         Request("called by two threads at once", order=(0, 1), how=How.THREADS),
-        Request("with gradients recorded", direction="forward_recorded"),
+        Request("with gradients recorded", direction="forward_recorded", **MAY_REFUSE),
         Request("in inference mode", how=How.INFERENCE, **MAY_REFUSE),
         Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         Request("two calls in training mode", how=How.TRAIN, order=(0, 1), both_gates=True, **MAY_REFUSE),
+        *(
+            replace(each, when=f"in training mode, {each.when}", how=How.TRAIN, **MAY_REFUSE)
+            for each in (SIGNS, LOWERED)
+        ),
+        Request(
+            "in training mode, every second weight changed since the last call",
+            how=How.TRAIN | How.SPARING,
+            weights=every_second,
+            **MAY_REFUSE,
+        ),
         Request(
             "in eval mode after two calls in training mode",
             how=How.TRAIN | How.THEN_EVAL,
             order=(1, 1, 0),
             **MAY_REFUSE,
         ),
-        Request("in training mode, its batch norms in eval mode", how=How.TRAIN | How.FROZEN_NORMS, **LENIENT),
+        Request(
+            "in training mode, its batch norms and dropouts in eval mode", how=How.TRAIN | How.FROZEN_NORMS, **LENIENT
+        ),
         Request("called again with the same inputs", order=(0,) * 5, random=True),
         Request("called again with the same inputs in training mode", how=How.TRAIN, order=(0,) * 5, random=True),
         *[Request("in training mode, where it draws", how=How.TRAIN, random=True)] * MANY_DRAWS,
         SIGNS,
         FINITE("weights without zeros", weights=fill_zeros),
         FINITE("biases whose mean is large", weights=shift_biases),
+        FINITE("biases whose mean is far below zero", weights=partial(shift_biases, by=-200.0)),
         NORMS,
         # exp(-112) is 0 in float32, exp(112) infinite.
         FINITE("every second row raised by 112", change=lambda x: x[::2].add_(shiftable(x)[::2], alpha=112.0)),
@@ -380,7 +395,7 @@ REQUESTS = {
             change=lambda x: x[..., ::2].add_(shiftable(x)[..., ::2], alpha=112.0),
             **LENIENT,
         ),
-        FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0)),
+        LOWERED,
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs 20 times as large", change=lambda x: x.mul_(20.0), **LENIENT),
         FINITE("inputs whose root mean square is 2", change=to_size_2, **LENIENT),
@@ -407,7 +422,18 @@ REQUESTS = {
         BOTH("gradients of the gradients", how=How.TWICE, **LENIENT),
         BOTH("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         BOTH("two forward passes in training mode before two backward passes", how=How.TRAIN, order=(0, 1), **TRAINS),
-        BOTH("in training mode, its batch norms in eval mode", how=How.TRAIN | How.FROZEN_NORMS, **LENIENT),
+        BOTH(
+            "in training mode, its batch norms and dropouts in eval mode", how=How.TRAIN | How.FROZEN_NORMS, **LENIENT
+        ),
+        replace(
+            SIGNS, when=f"in training mode, {SIGNS.when}", direction="forward_backward", how=How.TRAIN, **MAY_REFUSE
+        ),
+        BOTH(
+            "in training mode, an incoming gradient that is transposed",
+            how=How.TRAIN,
+            incoming="transposed",
+            **MAY_REFUSE,
+        ),
         replace(SIGNS, direction="forward_backward"),
         # Where a softmax is saturated, the Model's gradient may be exactly 0, and that of a fused kernel a rounding.
         *(
@@ -446,6 +472,9 @@ def requests_after(
         yield BOTH("gradients in training mode; with --backward it is wrong", how=How.TRAIN, both_gates=True, **LENIENT)
         yield INFERRED
         yield BOTH("gradients that are expanded, as sum() gives them", incoming="expanded", **LENIENT)
+        yield BOTH("gradients of inputs that are transposed", layout="transposed", **LENIENT)
+        if batch:
+            yield BOTH(f"gradients, batch {2 * batch + 1}", batch=2 * batch + 1, finite=True, **LENIENT)
     yield of("after it was timed")
     if direction == "forward":
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
@@ -458,6 +487,8 @@ def requests_after(
         yield of("on another stream", how=How.LATE)  # it leaves a pool of streams behind, which may slow short calls
     for layout in [*LAYOUTS][2:]:
         yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
+    for layout in ("transposed", "channels last"):
+        yield of(f"in training mode, inputs that are {layout}", how=How.TRAIN, layout=layout, **MAY_REFUSE)
     for laid, which in enumerate(("first", "second")):
         yield of(f"only the {which} of two inputs transposed", layout="transposed", laid=laid, **MAY_REFUSE)
     if direction == "forward_backward":
@@ -466,15 +497,16 @@ def requests_after(
     yield of(said, how=How.CHANNELS_LAST, layout="channels last", **MAY_REFUSE)
     if batch:
         others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
-        few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else {1}
-        few |= {MANY * batch + 5} if many and direction == "forward" else set()
+        few = {0, batch - batch // 3} if direction == "forward" else set()
+        few |= {1, 2 * batch + 1} | ({MANY * batch + 5} if many else set())
         few |= {max(1, batch - 1), min(15, 2 * batch - 1)}  # one short of what a tile of rows holds
         for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
             # Batch 0 has no numbers that could be wrong, only other forms. What is no number, as a mean of no targets,
             # has no gradient that is right alone.
             finite = direction == "forward_backward"
             yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0, finite=finite)
-        said = f"in training mode, batch {batch + 1}"
-        yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
+        for other in {batch + 1, 2 * batch + 1, MANY * batch + 5 if many else batch + 1}:
+            said = f"in training mode, batch {other}"
+            yield of(said, how=How.TRAIN, batch=other, both_gates=True, **MAY_REFUSE)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
         yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)

@@ -33,7 +33,7 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 BUILD = "build failed"
 RAISED = (Exception, SystemExit)  # what a file may raise: sys.exit() does not end the judgement
 LOADED: set[str] = set()  # paths of the files that `load` ran
-MODULES: dict[tuple[Path, str], tuple] = {}  # of a Model's file, by its text, the first module and what was in it
+MODULES: dict[tuple[Path, bytes], tuple] = {}  # of a Model's file, by its text, the first module and what was in it
 
 
 class Pair(NamedTuple):
@@ -50,12 +50,12 @@ def discover(root: Path) -> dict[str, Pair]:
     return dict(sorted(found.items(), key=lambda item: (Path(item[0]).name, len(item[0]))))  # a Model's together
 
 
-def load(path: Path, text: str | None = None) -> ModuleType:
+def load(path: Path, text: bytes | None = None, name: str = "") -> ModuleType:
     """The file, of which the judge may have read this text, as a module under a name that no other file has.
 
     It may import what lies beside it, as it may when Python runs it.
     """
-    spec = importlib.util.spec_from_file_location(f"judged_{len(sys.modules)}", path)
+    spec = importlib.util.spec_from_file_location(name or f"judged_{len(sys.modules)}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where pickle, dataclasses and inspect look for it
     beside = str(path.resolve().parent)
@@ -70,17 +70,22 @@ def load(path: Path, text: str | None = None) -> ModuleType:
 class Problem:
     """A loaded model file. `constants` replace some of its module constants: the same network at another shape."""
 
-    def __init__(self, path: Path, constants: dict | None = None, text: str | None = None):
+    def __init__(self, path: Path, constants: dict | None = None, text: bytes | None = None):
         self.path, self.constants = path, constants or {}
-        self.text = path.read_text() if text is None else text
+        self.text = path.read_bytes() if text is None else text
+        # In all processes the same: an input may be of a class of the file's.
+        name = f"judged_model_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
         try:
-            self.module = load(path, self.text)
+            self.module = load(path, self.text, name)
             MODULES.setdefault((path, self.text), (self.module, dict(vars(self.module))))
         except RAISED:  # a process can run some files once, as one that defines a library of operators
             if (path, self.text) not in MODULES:
                 raise
             self.module, first = MODULES[path, self.text]
             vars(self.module).update(first)
+            sys.modules[name] = self.module
+        if missing := [name for name in ("Model", "get_inputs", "get_init_inputs") if not hasattr(self.module, name)]:
+            raise AttributeError(f"{path.name} has no {missing[0]}. The order is MODEL.py NEW.py")
         vars(self.module).update(self.constants)
         files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
         beside = str(path.resolve().parent)
@@ -88,6 +93,7 @@ class Problem:
         self.imported = {file: file.read_bytes() for file in imported if file.is_file() and file.name != path.name}
         self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [])]  # the shapes worth a measurement
         self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second
+        self.halved = False  # a module is made with half of each float among its constructor's arguments
         self.batch: int | None = getattr(self.module, "batch_size", None)
 
     def changed(self) -> list[str]:
@@ -101,11 +107,10 @@ class Problem:
 
     def arguments(self, seed: int) -> list:
         reseed(seed)
-        return self.module.get_init_inputs()
+        arguments = self.module.get_init_inputs()
+        return tree_map_only(float, lambda x: 0.5 * x, arguments) if self.halved else arguments
 
     def model(self, seed: int) -> torch.nn.Module:
-        if not hasattr(self.module, "Model"):
-            raise AttributeError(f"{self.path.name} has no class Model. The order is MODEL.py NEW.py")
         return self.make(self.module.Model, seed)
 
     def make(self, cls: type, seed: int) -> torch.nn.Module:
@@ -113,7 +118,8 @@ class Problem:
         with torch.no_grad():  # what has a history, as weight_norm's weights, cannot be copied
             arguments = copy.deepcopy(self.arguments(seed))
             reseed(seed)
-            made = cls(*arguments).eval()
+            made = cls(*arguments)
+            made.eval()  # whose own train() may give nothing back
             tensors = [*made.parameters(), *made.buffers()]
             if any(isinstance(x, torch.nn.parameter.UninitializedTensorMixin) for x in tensors):
                 inputs = self.inputs(self.batch, "cpu", torch.float32, seed)
@@ -160,7 +166,8 @@ def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> 
 
 def cast(module: torch.nn.Module, dtype: torch.dtype, device: str | None = None) -> torch.nn.Module:
     """Unlike `module.to` this leaves complex parameters complex."""
-    return module._apply(lambda x: to_dtype(x, dtype, device))
+    module._apply(lambda x: to_dtype(x, dtype, device))  # whose own may give nothing back
+    return module
 
 
 def set_precision(level: str) -> None:

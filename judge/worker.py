@@ -8,14 +8,14 @@
       |-- "ready", "warm_up": a call on old inputs ---->|
       |   writes new inputs and, on a CPU, flushes the cache, while the contender is stopped
       |-- SIGCONT; the judge's clock starts; "time" --->|  its own clock; one call
-      |<------------------------- milliseconds, forms --|
+      |<------------------------- milliseconds, forms --|  SIGSTOP
       |   spoils the inputs: who computes only now is wrong
-      |-- "hand_over" --------------------------------->|  copies the answer to memory that both have open
+      |-- SIGCONT, "hand_over" ------------------------>|  copies the answer to memory that both have open
       |<------------------------------------------------|  the judge's clock stops; SIGSTOP
 
-The contender is stopped (SIGSTOP) from each reply but that to "time" to the next request; it has nothing in flight
-then, since it synchronises before it replies. Requests are pickled, tensors as memory that both have open; replies are
-JSON, so that the judge runs nothing of a candidate's.
+The contender is stopped (SIGSTOP) from each reply to the next request; it has nothing in flight then, since it
+synchronises before it replies. Requests are pickled, tensors as memory that both have open; replies are JSON, so that
+the judge runs nothing of a candidate's.
 """
 
 from __future__ import annotations
@@ -60,8 +60,11 @@ from judge.answers import (
     LAYOUTS,
     LEAKS,
     LEAST_REPEATS,
+    NOT_ITSELF,
+    OF_ANOTHER,
     REPEAT_SECONDS,
     REUSED,
+    SHARE,
     How,
     Own,
     Request,
@@ -82,6 +85,7 @@ from judge.answers import (
     set_mode,
     standing,
     state_by_name,
+    state_dict_of,
     tensors_of,
     wanted_of,
     wrong_slopes,
@@ -94,12 +98,14 @@ from judge.switches import Switches, replaced
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 AWAKE_BYTES = 1 << 20  # on a CPU written by the contender itself, so that the threads of its pool run again
+WAKES = "goes on while it is stopped: something resumes it"
 GARBLED = "wrote something of its own into the pipe of its answers"
 # The form of the reply to a command, a list being of any length: a candidate may write replies of its own.
 FORM = ("", [0], "")
+TAKES = {"forward": [""], "constructor": [""]}
 REPLIES = {
     "failed": {"kind": "", "wrong": [""]},
-    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "takes": [""]},
+    "load": {"seconds": 0.0, "state": [("", "", "", "")], "class": "", "lacks": [""], "takes": TAKES},
     "call": {"forms": [[FORM]], "names": [[""]], "tree": "", "given": "", "did": [""], "graphs": True},
     "ready": {"ms": 0.0, "host_us": 0.0, "flush_ms": 0.0, "peak": 0, "plain": False},
     "time": {"ms": 0.0, "forms": [FORM]},
@@ -179,14 +185,20 @@ def reduced(storage: torch.UntypedStorage) -> tuple:
 
 def state_of(module: torch.nn.Module) -> Iterator[list[str]]:
     """Of each tensor in the state_dict its name, its dtype and shape, a hash of its bits, and what else is told."""
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    for name, x in module.state_dict(keep_vars=True).items():
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, x in state_dict_of(module).items():
         if isinstance(x, torch.Tensor):
             host = compared(x).cpu().contiguous()
             bits = hashlib.sha256(ctypes.string_at(host.data_ptr(), host.nbytes)).hexdigest()[:16]
             kind = "parameter" if name in parameters else "buffer"
-            kind += " without a gradient" * (kind == "parameter" and not x.requires_grad)
+            kind += " without a gradient" * (kind == "parameter" and not parameters[name].requires_grad)
+            kind = OF_ANOTHER if kind == "buffer" and x.grad_fn is not None else kind
             yield [name, f"{x.dtype}, shape {list(x.shape)}", bits, kind]
+
+
+def share_memory(first: torch.nn.Module, second: torch.nn.Module) -> bool:
+    of_first, of_second = (memory_of([*each.parameters(), *each.buffers()]) for each in (first, second))
+    return bool(of_first & of_second)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -195,10 +207,10 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return any(hasattr(x, "_torchdynamo_orig_callable") for x in kept)
 
 
-def takes_of(module: torch.nn.Module) -> list[str]:
-    """The names of what its forward takes; "*" where it takes any."""
+def takes_of(function: Callable) -> list[str]:
+    """The names of what a forward or a class takes; "*" where it takes any."""
     with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
         return ["*" if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) else each.name for each in parameters]
     return ["*"]
 
@@ -251,16 +263,18 @@ class Contender:
         if role == "compile":
             importlib.import_module("torch._inductor.compile_fx")  # while the judge does other things
 
-    def load(self, path: Path, text: str, problem: tuple, level: str, dtype, seed: int, examine: bool) -> dict:
+    def load(self, path: Path, text: bytes, problem: tuple, level: str, dtype, seed: int, examine: bool) -> dict:
         """Imports a contender's file, which builds it if need be; makes two instances of its module."""
         self.rest()
         set_precision(level)
         self.switches = Switches()
+        before = rng_state()
         self.problem, self.replaced, begin = Problem(*problem), replaced(), perf_counter()
         states = rng_state()
+        seeds = states != before or b"seed" in self.problem.text  # the Model's file does, or may
         module = load(path, text) if self.role == "new" else self.problem.module
         seconds = perf_counter() - begin
-        if any(now != then for now, then in zip(rng_state(), states)) and "seed" not in self.problem.text:
+        if any(now != then for now, then in zip(rng_state(), states)) and not seeds:
             self.said.append("changes a random state when it is imported")
         vars(module).update(self.problem.constants)
         self.namespace = vars(module).get("NAMESPACE") or ""
@@ -278,7 +292,7 @@ class Contender:
         if self.role == "compile":
             self.timed = torch.compile(self.timed, dynamic=False)
         state = [*state_of(self.modules[0])]
-        takes = takes_of(self.modules[0])
+        takes = {"forward": takes_of(self.modules[0].forward), "constructor": takes_of(self.cls)}
         return {"seconds": seconds, "state": state, "class": name, "lacks": lacks, "takes": takes}
 
     def put_back(self) -> None:
@@ -297,8 +311,16 @@ class Contender:
             twin = make(seed)
             if {*map(id, made.parameters())} & {*map(id, twin.parameters())}:
                 raise Rejected("two instances share their parameters")
+            if share_memory(made, twin):
+                lacks.append(SHARE)
             if [*map(id, made.parameters())] != [id(p) for _, p in made.named_parameters()]:
                 lacks.append("gives an optimizer others than its parameters")
+            if twin.eval() is not twin or twin._apply(lambda x: x) is not twin:
+                lacks.append(NOT_ITSELF)
+            try:
+                twin.state_dict(prefix="", keep_vars=False)
+            except TypeError:
+                lacks.append("its state_dict takes no prefix or keep_vars: no module around it has one")
             del twin
             try:
                 loaded = pickle.loads(pickle.dumps(made)).state_dict()
@@ -352,8 +374,10 @@ class Contender:
         self.put_back()
         return {"wrong_slopes": found}
 
-    def made(self, seed: int) -> None:
-        """Other weights, where they can only be made; or what a module counts in Python's numbers, anew."""
+    def made(self, seed: int, halved: bool = False) -> None:
+        """Other weights, where they can only be made; or what a module counts in Python's numbers, anew. Or other
+        arguments of its constructor."""
+        self.problem.halved = halved
         self.remake(seed, other=seed + 1)
         self.timed = self.modules[0]
 
@@ -446,7 +470,8 @@ class Contender:
                 module.eval()
             restore(stand)
             if How.THEN_EVAL in request.how:  # what eval mode folded is of statistics that are no more
-                module.train().eval()
+                module.train()
+                module.eval()
             if How.INFERENCE in request.how:  # a buffer that was made then could not be written any more
                 for buffers, name, x, values in standing(module):
                     buffers[name] = values if x.is_inference() else x
@@ -715,7 +740,8 @@ def serve(role: str, device: str, pipe) -> None:
                 failure, place = build_failure(error), " at import" * (contender.cls is None)
                 said = f"build failed{place}: {failure}" if failure else f"raised {last_line(error)}{place}"
                 said = str(error) if isinstance(error, Rejected) else said
-                kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
+                scarce = device == "cuda" and isinstance(error, torch.OutOfMemoryError)  # a CPU's raises another
+                kind = BUILD if failure else "memory" if scarce else "raised"
                 reply = {"kind": kind, "wrong": [said]}
             if "kind" in reply:  # what it held when it raised is free: others need it
                 try:
@@ -751,6 +777,14 @@ def processes() -> dict[int, tuple[int, int]]:
     return found
 
 
+WORKERS: set[int] = set()  # the processes of all
+
+
+def parents() -> tuple[int, int | None]:
+    """Whose children contenders and orphans are: by CLONE_PARENT a contender makes a child of the server's, too."""
+    return os.getpid(), multiprocessing.forkserver._forkserver._forkserver_pid
+
+
 class Worker:
     """A contender's process, as the judge sees it."""
 
@@ -760,11 +794,12 @@ class Worker:
         self.role, self.timeout, self.told = role, timeout, []
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what gives up its parents becomes the judge's child
         multiprocessing.forkserver.ensure_running()
-        self._before = {pid for pid, (parent, _) in processes().items() if parent == os.getpid()}
+        self._before = {pid for pid, (parent, _) in processes().items() if parent in parents()}
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(role, device, theirs), daemon=True)
         self._process.start()
-        self.alive, self.pid = self._process.is_alive, self._process.pid
+        self.alive, self.pid, self.stopped = self._process.is_alive, self._process.pid, False
+        WORKERS.add(self.pid)
         theirs.close()
         # A message that is not sent to its end, or that nobody takes, raises an error.
         with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
@@ -776,8 +811,10 @@ class Worker:
         patience = min(self.timeout * (10 if command in ("load", "ready") else 1), 2e6)  # poll's limit
         request = arguments.get("request")
         when = request.when if request else WHEN.get(command, "while it was timed")
-        if command != "hand_over":  # it has not been stopped since "time"
-            self._signal(signal.SIGCONT)
+        if command == "time" and self.stopped and not self._is_stopped():
+            self.kill()
+            raise Rejected(WAKES)
+        self._signal(signal.SIGCONT)
         self.asked = perf_counter()  # not before SIGCONT: with many processes in its group that takes milliseconds
         try:
             self._pipe.send((command, arguments))
@@ -803,10 +840,9 @@ class Worker:
         except (OSError, ValueError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
             raise Rejected(f"{GARBLED} ({when})") from None
-        if command != "time" or failed:
-            self._signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         if command in ("warm_up", "hand_over"):  # the judge is about to write inputs
-            self._wait_until_stopped()
+            self.stopped = self._wait_until_stopped()
         if failed:
             raise Rejected(*reply["wrong"], kind=reply["kind"])
         return reply
@@ -823,7 +859,7 @@ class Worker:
         judge inherits; itself, while it has no group yet."""
         running = processes()
         family = {self._process.pid}
-        family |= {pid for pid, (parent, _) in running.items() if parent == os.getpid()} - self._before
+        family |= {pid for pid, (parent, _) in running.items() if parent in parents()} - self._before - WORKERS
         while more := {pid for pid, (parent, _) in running.items() if parent in family} - family:
             family |= more
         return [pid for pid in family if pid in running and running[pid][1] != self._process.pid]
@@ -832,12 +868,17 @@ class Worker:
         """How many processes are in its group, which is stopped and resumed as a whole."""
         return sum(group == self._process.pid for _, group in processes().values())
 
-    def _wait_until_stopped(self) -> None:
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"TtZX"
+        return True  # it has ended
+
+    def _wait_until_stopped(self) -> bool:
         for _ in range(100):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{self._process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"TtZX":
-                    return
+            if self._is_stopped():
+                return True
             time.sleep(1e-4)
+        return False
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(OSError):

@@ -260,6 +260,61 @@ def test_says_where_none_of_a_files_own_operators_ran(namespace, is_plain, judge
     assert run.ok and any(note.startswith("plain path") for note in run.notes) == is_plain, run
 
 
+@pytest.mark.parametrize(
+    "head", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\n# gr\xf6\xdfe\n"], ids=["a BOM", "latin-1"]
+)
+def test_takes_files_in_any_encoding_that_python_takes(head, judges, tmp_path):
+    pair = write(tmp_path, "plain")
+    for path in (pair.model_path, pair.new_path):
+        path.write_bytes(head + path.read_bytes())
+    (run,) = judges(pair, directions=("forward",))
+    assert run.status == record.DROP_IN, run
+
+
+LEAKY = """
+import torch.nn.functional as F
+from torch import nn, rand
+
+
+class Model(nn.Module):
+    def __init__(self, slope, width=64):
+        super().__init__()
+        self.l, self.slope = nn.Linear(width, 8), slope
+
+    def forward(self, x):
+        return F.leaky_relu(self.l(x), self.slope)
+
+
+def get_inputs():
+    return [rand(16, 64)]
+
+
+def get_init_inputs():
+    return [0.2]
+"""
+
+
+@pytest.mark.parametrize(
+    ("his", "why"),
+    [
+        (("self.l(x), self.slope", "self.l(x), 0.2"), "made with half of each number that its constructor takes"),
+        (("slope, width=64):", "slope):\n        width = 64"), "its constructor takes slope, the Model's slope, width"),
+        (("", ""), ""),
+    ],
+    ids=["its file's own number", "fewer arguments", "the Model's"],
+)
+def test_a_constructor_is_the_models(his, why, judge):
+    (run,) = judge(LEAKY.replace(*his).replace("Model(", "ModelNew("), LEAKY)
+    assert run.ok and any(why in each for each in run.no_dropin) == bool(why), run
+
+
+def test_what_a_model_prints_is_no_part_of_the_table(suite, capsys):
+    suite.add("talks", PLAIN, MODEL.replace("h = self.matmul(x)", "print('hello'); h = self.matmul(x)"))
+    assert suite() == 0
+    out, err = capsys.readouterr()
+    assert "hello" not in out and "hello" in err and "drop-in" in out
+
+
 # What a Model chooses, and what a candidate may choose in its place, or may not.
 MIDDLE = "(lambda e: (e.cumsum(1) * e == 2).float().argmax(1, keepdim=True))(x == {})"
 AS, LAST = "(lambda v, i: torch.return_types.{}(({})))(*{})", "x.flip(1).sort(dim=1, descending=True, stable=True)"
