@@ -250,12 +250,13 @@ def mean_of(answers: list[torch.Tensor]) -> tuple[float, float]:
 
 
 class Coarsest(TorchDispatchMode):
-    """Notes the largest eps of what operations give."""
+    """Notes the largest eps of what operations give, and whether one of them is a fused attention."""
 
-    eps = 0.0
+    eps, attends = 0.0, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        self.attends |= "attention" in str(func)
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 self.eps = max(self.eps, torch.finfo(x.dtype).eps)

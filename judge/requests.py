@@ -328,6 +328,7 @@ def swap_in_each(model: torch.nn.Module, along: int) -> None:
 LENIENT = {"may_differ": True, "may_refuse": True}
 MAY_REFUSE = {"may_refuse": True}
 TRAINS = MAY_REFUSE | {"both_gates": True}
+TRAINED = MAY_REFUSE | {"how": How.TRAIN}
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
 LOWERED = FINITE("inputs lowered by 112", change=lambda x: x.add_(shiftable(x), alpha=-112.0))
@@ -361,16 +362,6 @@ REQUESTS = {
         Request("in inference mode", how=How.INFERENCE, **MAY_REFUSE),
         Request("in training mode", how=How.TRAIN, both_gates=True, **MAY_REFUSE),
         Request("two calls in training mode", how=How.TRAIN, order=(0, 1), both_gates=True, **MAY_REFUSE),
-        *(
-            replace(each, when=f"in training mode, {each.when}", how=How.TRAIN, **MAY_REFUSE)
-            for each in (SIGNS, LOWERED)
-        ),
-        Request(
-            "in training mode, every second weight changed since the last call",
-            how=How.TRAIN | How.SPARING,
-            weights=every_second,
-            **MAY_REFUSE,
-        ),
         Request(
             "in eval mode after two calls in training mode",
             how=How.TRAIN | How.THEN_EVAL,
@@ -408,6 +399,8 @@ REQUESTS = {
         Request(
             "infinities of both signs in each input", change=partial(fill_two, value=inf), any_infinite=True, **LENIENT
         ),
+        *(replace(each, when=f"in training mode, {each.when}", **TRAINED) for each in (SIGNS, LOWERED)),
+        FINITE("in training mode, every second weight changed", how=How.SPARING | How.TRAIN, weights=every_second),
     ],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
@@ -424,15 +417,6 @@ REQUESTS = {
         BOTH("two forward passes in training mode before two backward passes", how=How.TRAIN, order=(0, 1), **TRAINS),
         BOTH(
             "in training mode, its batch norms and dropouts in eval mode", how=How.TRAIN | How.FROZEN_NORMS, **LENIENT
-        ),
-        replace(
-            SIGNS, when=f"in training mode, {SIGNS.when}", direction="forward_backward", how=How.TRAIN, **MAY_REFUSE
-        ),
-        BOTH(
-            "in training mode, an incoming gradient that is transposed",
-            how=How.TRAIN,
-            incoming="transposed",
-            **MAY_REFUSE,
         ),
         replace(SIGNS, direction="forward_backward"),
         # Where a softmax is saturated, the Model's gradient may be exactly 0, and that of a fused kernel a rounding.
@@ -456,6 +440,8 @@ REQUESTS = {
         BOTH("two instances with other weights in turns", how=How.TWIN),
         BOTH("every second weight changed since the last call", how=How.SPARING, weights=every_second),
         BOTH("the other weights changed since the last call", how=How.SPARING, weights=all_of_them),
+        replace(SIGNS, when=f"in training mode, {SIGNS.when}", direction="forward_backward", **TRAINED),
+        BOTH("in training mode, an incoming gradient that is transposed", incoming="transposed", **TRAINED),
         INFERRED,  # the last: what it keeps by shapes, of another module, would hide what is kept of two in turns
     ],
 }
@@ -473,8 +459,6 @@ def requests_after(
         yield INFERRED
         yield BOTH("gradients that are expanded, as sum() gives them", incoming="expanded", **LENIENT)
         yield BOTH("gradients of inputs that are transposed", layout="transposed", **LENIENT)
-        if batch:
-            yield BOTH(f"gradients, batch {2 * batch + 1}", batch=2 * batch + 1, finite=True, **LENIENT)
     yield of("after it was timed")
     if direction == "forward":
         yield of("weights that load_state_dict(..., assign=True) made", how=How.ASSIGNED, **LENIENT)
@@ -505,8 +489,11 @@ def requests_after(
             # has no gradient that is right alone.
             finite = direction == "forward_backward"
             yield of(f"batch {other}", batch=other, may_refuse=True, may_differ=other == 0, finite=finite)
-        for other in {batch + 1, 2 * batch + 1, MANY * batch + 5 if many else batch + 1}:
-            said = f"in training mode, batch {other}"
-            yield of(said, how=How.TRAIN, batch=other, both_gates=True, **MAY_REFUSE)
+        said = f"in training mode, batch {batch + 1}"
+        yield of(said, how=How.TRAIN, batch=batch + 1, both_gates=True, **MAY_REFUSE)
+        for other in (2 * batch + 1, *[MANY * batch + 5] * many):
+            yield of(f"in training mode, batch {other}", batch=other, **TRAINED)
+        if gradients:
+            yield BOTH(f"gradients, batch {2 * batch + 1}", batch=2 * batch + 1, finite=True, **LENIENT)
     if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
         yield of("captured in a CUDA graph", how=How.CAPTURED, **LENIENT)
