@@ -536,7 +536,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
     training, known = How.TRAIN in request.how, " ".join(case.no_dropin)
-    must, draws = request.both_gates and not training, training and True in case.random
+    must, is_random = request.both_gates and not training, training and True in case.random
     other_direction = request.direction != "forward"
     refuses = re.search("refuses batch [1-9]", known)  # 0 is refused by many that take all others
     if (
@@ -546,7 +546,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         or (How.COPIED in request.how and "deepcopy" in known)
         or (request.how & (How.SECOND | How.INFERRED) and case.unmatched)  # only the first has the right weights
         or ((training or other_direction) and request.batch != case.small_batch and refuses)
-        or (draws and (request.change or request.weights or request.layout != "dense"))  # too few values to compare
+        or (is_random and (request.change or request.weights or request.layout != "dense"))  # too few values to compare
         or (case.aligned and {request.layout, request.incoming} & {"a slice", "off any alignment"})
     ):
         return

@@ -28,7 +28,7 @@ from judge.roofline import Ceilings
 from judge.source import DIRECTIONS, DTYPES, Pair
 
 # In a hurry: this is about the judgement, not the figures. On a CPU the flushes would take a quarter of the time.
-bench.MIN_ROUNDS, bench.MOST_CALLS, bench.CPU_FLUSHES = 10, 4, 0
+bench.MIN_ROUNDS, bench.MOST_CALLS, bench.CPU_FLUSHES = 8, 4, 0
 ELSEWHERE = {"cpu": "gpu", "cuda": "cpu"}  # a candidate that needs the other one
 HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, timeout=60.0, require="right")
 
