@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attack import ELSEWHERE, HURRY, Judges, ceilings_of, how_judged, is_as_expected, write
+from attack import ELSEWHERE, HURRY, Judges, LastTimed, ceilings_of, how_judged, is_as_expected, write
 from candidates import CANDIDATES, MODEL, any_model, source
 from cases import KNOWN, ROOT
 from in_turns import compare as compare_in_turns
@@ -89,11 +89,11 @@ def test_candidate(name, device, judges, tmp_path, monkeypatch):
         pytest.skip("this one cheats on another device")
     if "by clock" in candidate.particular:
         monkeypatch.setattr(bench, "MORE_ROUNDS", 2)  # not 4 and 16 times the rounds, which take 20 s
-    runs = judges(write(tmp_path, name), device=device.type, **how_judged(name))
+    runs = judges(write(tmp_path, name), LastTimed, device=device.type, **how_judged(name))
     assert is_as_expected(name, runs), [run.reasons for run in runs]
     assert not candidate.rejected or not (runs[-1].ok or runs[-1].ms or runs[-1].roof)
     if name == "slower_rivals":  # GroupNorm sleeps for 0.1 s in the candidate's process alone
-        assert all(run.ms["eager"] < 50 for run in runs), [run.ms for run in runs]
+        assert runs[-1].ms["eager"] < 50, runs[-1].ms
 
 
 # What a candidate switches for everyone, and what the judge calls it.
@@ -330,7 +330,7 @@ TIES = {
 }
 
 
-@pytest.mark.parametrize("equals", [2, 3, 4])
+@pytest.mark.parametrize("equals", [2, 4])
 @pytest.mark.parametrize("choice", TIES)
 def test_ties_may_be_broken_in_any_way_that_is_one(choice, equals, judge):
     model, new, right = TIES[choice]
