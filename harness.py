@@ -10,8 +10,7 @@ end a table of all. On a terminal the last line says what is being done.
 wrong: wrong numbers, shapes or dtypes, an error, inputs written, time hidden or impossible, a
 crash, a hang. right: the numbers are right and timed, but it is no drop-in, for the reasons given.
 drop-in: right, and it behaves as the Model does in all else that the judge asks. build failed: the
-file with ModelNew did not build. not judged: the Model itself fails, or its answers cannot be
-compared.
+file with ModelNew did not build. not judged: the Model itself fails, or cannot be compared.
 Exit codes: 0 if all are what --require asks for (default: drop-in; right when you give two files),
 1 if not, 2 usage, 3 if one did not build, 4 if the judge itself failed.
 """

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attack import HURRY, ceilings_of
+from attack import HURRY, LastTimed, ceilings_of
 from cases import NEW, PAIRS
 from test_training import losses_of
 from torch.utils._pytree import tree_leaves
@@ -29,7 +29,7 @@ def test_the_judge_calls_it_a_drop_in(name, device, monkeypatch):
     """In each direction. What it names is what has to be mended."""
     monkeypatch.setattr(bench, "MOST_KEPT", 2)  # of the timed answers few are compared with float64: seconds each
     options = replace(HURRY, device=device.type, batch=BATCH, timeout=120.0)
-    with contextlib.closing(harness.Judge(options, ceilings_of(device.type), lambda text: None)) as judge:
+    with contextlib.closing(LastTimed(options, ceilings_of(device.type), lambda text: None)) as judge:
         runs = list(judge.judge(PAIRS[name]))
     failing = [run for run in runs if run.status != DROP_IN]
     said = [f"{run.direction}: {run.status}: {'; '.join([*run.reasons, *run.no_dropin])}" for run in failing]
