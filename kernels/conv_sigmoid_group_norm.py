@@ -44,8 +44,7 @@ fast as eager, torch.compile; "compiled for 8.0": with TORCH_CUDA_ARCH_LIST=8.0+
     float32, compiled for 8.0     1.152 ms (5.07x)            7.192 ms (2.56x)
     bfloat16                      0.786 ms (6.70x, 3.53x)     4.426 ms (2.82x, 1.80x)
 
-Two cores of a CPU take some 2.4 ms (2.31x, 1.79x; other programs ran, too) for 4 samples of 128 x 128, forward in
-float32.
+Two cores of a CPU take some 2.3 ms (2.41x, 1.65x; it varies) for 4 samples of 128 x 128, forward in float32.
 """
 
 import contextlib
