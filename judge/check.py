@@ -50,7 +50,7 @@ from judge.answers import (
     tensors_of,
 )
 from judge.requests import LAYOUTS, MANY, MANY_DRAWS, REQUESTS, Inputs, half, other_truth, perturb, requests_after
-from judge.source import RAISED, Problem, cast, last_line, reseed, to_dtype
+from judge.source import OTHER_ARGUMENTS, RAISED, Problem, cast, last_line, reseed, to_dtype
 from judge.worker import (
     GARBLED,
     Rejected,
@@ -132,6 +132,7 @@ class Case:
     random: set[bool] = field(default_factory=set)  # in which modes the Model draws random numbers
     reuses: bool = False  # the Model gives the memory of an earlier answer again
     infinite: bool = False  # the Model's answer to ordinary inputs has infinities or NaN, as masked scores have
+    buffers_stay: bool = False  # the Model raises an error with other numbers in its buffers, as a table may
     keeps: bool = False  # a call changes what the Model keeps beside its state_dict, as a number that counts calls
 
     @property
@@ -160,6 +161,13 @@ class Case:
         with of_the_model(self.precision):
             self.model = cast(self.problem.model(seed), self.dtype, self.device)
         self.made_from = seed
+
+    def change(self, model: torch.nn.Module, weights: Callable[[torch.nn.Module], None]) -> None:
+        """Gives the Model other weights, and other buffers unless `buffers_stay`."""
+        weights(model)
+        for name, x in model.named_buffers() if self.buffers_stay else ():
+            if name in self.initial:
+                x.copy_(self.initial[name])
 
     def load(self, worker: Worker, new_path: Path | None, examine: bool = False) -> dict:
         """Has a process import a candidate's file, or None for the Model's, and make its module."""
@@ -445,27 +453,30 @@ def check(case: Case, direction: str, after: bool = False, gradients: bool = Fal
         case.tell(f"checking {direction}: {request.when}")
         ask(case, replace(request, seed=seed, batch=case.small_batch if request.batch is None else request.batch))
     if after and direction == "forward":
-        when = "made with half of each number that its constructor takes"
-        other_arguments(case, Request(when, seed=99, batch=case.small_batch, may_differ=True, may_refuse=True))
+        for other in OTHER_ARGUMENTS:
+            other_arguments(case, other)
 
 
-def other_arguments(case: Case, request: Request) -> None:
-    """Asks modules that are made with half of each float among the constructor's arguments."""
-    model, arguments = case.model, case.problem.arguments(case.made_from)
-    if not tree_any(lambda x: type(x) is float and x, arguments):
+def other_arguments(case: Case, other: str) -> None:
+    """Asks modules that are made with other arguments of the constructor."""
+    model, problem = case.model, case.problem
+    arguments = str(problem.arguments(case.made_from))
+    problem.other = other
+    if str(problem.arguments(case.made_from)) == arguments:
+        problem.other = None
         return
+    when = f"made with {other} that its constructor takes"
     try:
-        case.problem.halved = True
         case.make(case.made_from)
-        case.workers["new"].ask("made", seed=case.made_from, halved=True)
-        ask(case, request)
+        case.workers["new"].ask("made", seed=case.made_from, other=other)
+        ask(case, Request(when, seed=99, batch=case.small_batch, may_differ=True, may_refuse=True))
     except Rejected as error:
         if error.kind == "raised":
             case.lacks(f"refuses other arguments of its constructor: {error}")
         elif error.kind != "model":
             raise
     finally:
-        case.problem.halved, case.model = False, model
+        problem.other, case.model = None, model
         if case.workers["new"].alive():
             case.workers["new"].ask("made", seed=case.made_from)
 
@@ -512,7 +523,7 @@ def both_gates(case: Case, direction: str) -> None:
                 case.workers["new"].ask("made", seed=case.made_from)
             else:
                 case.model.load_state_dict(case.initial)
-                perturb(case.model, case.seed + seed)
+                case.change(case.model, partial(perturb, seed=case.seed + seed))
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
             whose = "inputs" + " and of new weights and buffers" * bool(case.initial and not case.unmatched)
             whose += " and weights" * case.unmatched
@@ -521,6 +532,9 @@ def both_gates(case: Case, direction: str) -> None:
             try:
                 ask(case, replace(plain, when=f"from memory full of NaN, {when}", how=How.POISONED | loaded))
             except Rejected as poisoned:
+                if poisoned.kind == "model" and not case.buffers_stay and [*case.model.buffers()]:
+                    case.buffers_stay = True
+                    return both_gates(case, direction)
                 if " is nan, " not in str(poisoned) and case.workers["new"].alive():  # it is not the memory
                     ask(case, plain)
                 raise
@@ -564,7 +578,8 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     except (Rejected, torch.OutOfMemoryError) as raised:
         error = as_rejected(raised)
         if error.kind == "raised" and request.may_refuse:
-            if How.OVERWRITTEN not in request.how:  # PyTorch tells who saves what is written then
+            allowed = How.OVERWRITTEN in request.how  # PyTorch tells who saves what is written then
+            if not allowed and not (request.how & elsewhere and eager_refuses(case, request)):
                 case.lacks(f"refuses {request.when}: {error}")
         elif error.kind in ("raised", "crashed"):
             reject(request, [*error.args], error.kind)
@@ -584,6 +599,19 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         if case.keeps and case.workers["new"].alive():  # the next request begins where the Model does
             case.workers["new"].ask("made", seed=case.made_from)
     settle(case.device)
+
+
+def eager_refuses(case: Case, request: Request) -> bool:
+    """Whether the Model, too, raises an error with its weights laid as the request says. `put` asks it as they were."""
+    if "eager" not in case.workers:  # before the timing, or with --profile
+        return False
+    alone = replace(request, change=None, weights=None, order=(0,))
+    given = case.share([case.inputs(request.seed, request.batch)])
+    try:
+        case.call("eager", alone, [case.state(case.model)] * 2, given, [[]])
+    except Rejected:
+        return True
+    return False
 
 
 def is_race(case: Case, request: Request) -> bool:
@@ -658,7 +686,7 @@ def states_of(case: Case, request: Request, model: torch.nn.Module) -> list[dict
     if How.TWIN not in request.how:
         return [case.state(model)] * 2
     other = copy.deepcopy(model)
-    perturb(other, request.seed + 1)
+    case.change(other, partial(perturb, seed=request.seed + 1))
     return [case.state(model), case.state(other)]
 
 
@@ -667,7 +695,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     model = case.model
     if request.weights and case.own != {}:
         model = copy.deepcopy(model)
-        request.weights(model)
+        case.change(model, request.weights)
     if request.how & (How.IN_PART | How.OTHER_PART):
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         request = replace(request, frozen=tuple(names[How.OTHER_PART in request.how :: 2]))

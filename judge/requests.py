@@ -213,10 +213,16 @@ def part(x: torch.Tensor) -> torch.Tensor:
     return x[: max(1, LOOKED_AT * len(x) // x.numel())] if x.dim() and x.numel() > LOOKED_AT else x
 
 
+def is_ordered(x: torch.Tensor) -> bool:
+    return not x.is_complex() and bool((x[1:] > x[:-1]).all() or (x[1:] < x[:-1]).all())
+
+
 def perturb(model: torch.nn.Module, seed: int, which: slice = slice(None)) -> None:
-    """New values for what is floating in the state, all or some, of the size it had; for zeros small numbers."""
+    """New values for what is floating in the state, all or some, of the size it had; for zeros small numbers. A buffer
+    of numbers in order, as a table of knots, stays."""
     reseed(-1 - seed)  # inputs have seeds from 0 on
-    floating = [x for x in model.state_dict().values() if isinstance(x, torch.Tensor)]
+    tables = {name for name, x in model.named_buffers() if x.dim() == 1 and len(x) > 2 and is_ordered(x)}
+    floating = [x for name, x in model.state_dict().items() if isinstance(x, torch.Tensor) and name not in tables]
     for tensor in [x for x in floating if x.is_floating_point() or x.is_complex()][which]:
         factors = torch.rand_like(tensor) + 0.5
         tensor.mul_(factors) if tensor.any() else tensor.copy_(factors - 1.0)

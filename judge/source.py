@@ -67,6 +67,9 @@ def load(path: Path, text: bytes | None = None, name: str = "") -> ModuleType:
     return module
 
 
+OTHER_ARGUMENTS = "half of each number", "another dim"  # of a Model's constructor
+
+
 class Problem:
     """A loaded model file. `constants` replace some of its module constants: the same network at another shape."""
 
@@ -93,7 +96,7 @@ class Problem:
         self.imported = {file: file.read_bytes() for file in imported if file.is_file() and file.name != path.name}
         self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [])]  # the shapes worth a measurement
         self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second
-        self.halved = False  # a module is made with half of each float among its constructor's arguments
+        self.other: str | None = None  # of OTHER_ARGUMENTS: modules are made with these
         self.batch: int | None = getattr(self.module, "batch_size", None)
 
     def changed(self) -> list[str]:
@@ -108,7 +111,13 @@ class Problem:
     def arguments(self, seed: int) -> list:
         reseed(seed)
         arguments = self.module.get_init_inputs()
-        return tree_map_only(float, lambda x: 0.5 * x, arguments) if self.halved else arguments
+        if self.other == "half of each number":
+            return tree_map_only(float, lambda x: 0.5 * x, arguments)
+        if self.other == "another dim":
+            names = [*inspect.signature(self.module.Model).parameters]
+            is_dim = [name in ("dim", "axis") and type(x) is int for name, x in zip(names, arguments)]
+            return [x - 1 if is_one else x for x, is_one in zip(arguments, is_dim)]
+        return arguments
 
     def model(self, seed: int) -> torch.nn.Module:
         return self.make(self.module.Model, seed)

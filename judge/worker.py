@@ -374,10 +374,10 @@ class Contender:
         self.put_back()
         return {"wrong_slopes": found}
 
-    def made(self, seed: int, halved: bool = False) -> None:
+    def made(self, seed: int, other: str | None = None) -> None:
         """Other weights, where they can only be made; or what a module counts in Python's numbers, anew. Or other
         arguments of its constructor."""
-        self.problem.halved = halved
+        self.problem.other = other
         self.remake(seed, other=seed + 1)
         self.timed = self.modules[0]
 
@@ -442,7 +442,9 @@ class Contender:
                 call_once(instance)
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
-            behind = 0 if is_compiled(module) else 1  # torch.compile takes aligned ones alone
+            behind = (
+                0 if is_compiled(module) else 2
+            )  # torch.compile takes aligned ones alone, view_as_complex even places
             module._apply(partial(alike, behind=behind))
             for memory in old:
                 memory.fill_(float("nan"))

@@ -307,6 +307,14 @@ def test_a_constructor_is_the_models(his, why, judge):
     assert run.ok and any(why in each for each in run.no_dropin) == bool(why), run
 
 
+def test_a_constructor_takes_any_dim(judge):
+    model = LEAKY.replace("slope, width=64", "dim").replace("nn.Linear(width, 8), slope", "nn.Linear(64, 8), dim")
+    model = model.replace("F.leaky_relu(self.l(x), self.slope)", "self.l(x).cumsum(self.slope)").replace("[0.2]", "[1]")
+    right = model.replace("Model(", "ModelNew(")
+    assert not judge(right, model)[0].no_dropin
+    assert "another dim" in str(judge(right.replace("cumsum(self.slope)", "cumsum(1)"), model)[0].no_dropin)
+
+
 def test_what_a_model_prints_is_no_part_of_the_table(suite, capsys):
     suite.add("talks", PLAIN, MODEL.replace("h = self.matmul(x)", "print('hello'); h = self.matmul(x)"))
     assert suite() == 0
