@@ -132,7 +132,6 @@ class Case:
     random: set[bool] = field(default_factory=set)  # in which modes the Model draws random numbers
     reuses: bool = False  # the Model gives the memory of an earlier answer again
     infinite: bool = False  # the Model's answer to ordinary inputs has infinities or NaN, as masked scores have
-    buffers_stay: bool = False  # the Model raises an error with other numbers in its buffers, as a table may
     keeps: bool = False  # a call changes what the Model keeps beside its state_dict, as a number that counts calls
 
     @property
@@ -161,13 +160,6 @@ class Case:
         with of_the_model(self.precision):
             self.model = cast(self.problem.model(seed), self.dtype, self.device)
         self.made_from = seed
-
-    def change(self, model: torch.nn.Module, weights: Callable[[torch.nn.Module], None]) -> None:
-        """Gives the Model other weights, and other buffers unless `buffers_stay`."""
-        weights(model)
-        for name, x in model.named_buffers() if self.buffers_stay else ():
-            if name in self.initial:
-                x.copy_(self.initial[name])
 
     def load(self, worker: Worker, new_path: Path | None, examine: bool = False) -> dict:
         """Has a process import a candidate's file, or None for the Model's, and make its module."""
@@ -523,7 +515,7 @@ def both_gates(case: Case, direction: str) -> None:
                 case.workers["new"].ask("made", seed=case.made_from)
             else:
                 case.model.load_state_dict(case.initial)
-                case.change(case.model, partial(perturb, seed=case.seed + seed))
+                perturb(case.model, case.seed + seed)
             loaded = How.LOADED if seed % 2 else How.PLAINLY  # or in place, as an optimizer writes them
             whose = "inputs" + " and of new weights and buffers" * bool(case.initial and not case.unmatched)
             whose += " and weights" * case.unmatched
@@ -532,9 +524,6 @@ def both_gates(case: Case, direction: str) -> None:
             try:
                 ask(case, replace(plain, when=f"from memory full of NaN, {when}", how=How.POISONED | loaded))
             except Rejected as poisoned:
-                if poisoned.kind == "model" and not case.buffers_stay and [*case.model.buffers()]:
-                    case.buffers_stay = True
-                    return both_gates(case, direction)
                 if " is nan, " not in str(poisoned) and case.workers["new"].alive():  # it is not the memory
                     ask(case, plain)
                 raise
@@ -686,7 +675,7 @@ def states_of(case: Case, request: Request, model: torch.nn.Module) -> list[dict
     if How.TWIN not in request.how:
         return [case.state(model)] * 2
     other = copy.deepcopy(model)
-    case.change(other, partial(perturb, seed=request.seed + 1))
+    perturb(other, request.seed + 1)
     return [case.state(model), case.state(other)]
 
 
@@ -695,7 +684,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     model = case.model
     if request.weights and case.own != {}:
         model = copy.deepcopy(model)
-        case.change(model, request.weights)
+        request.weights(model)
     if request.how & (How.IN_PART | How.OTHER_PART):
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         request = replace(request, frozen=tuple(names[How.OTHER_PART in request.how :: 2]))

@@ -442,10 +442,12 @@ class Contender:
                 call_once(instance)
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
-            behind = (
-                0 if is_compiled(module) else 2
-            )  # torch.compile takes aligned ones alone, view_as_complex even places
+            # torch.compile and cuDNN's batch norm take aligned ones alone, view_as_complex even places.
+            behind = 0 if is_compiled(module) else 2
             module._apply(partial(alike, behind=behind))
+            for norm in module.modules():
+                if isinstance(norm, torch.nn.modules.batchnorm._BatchNorm):
+                    norm._apply(torch.clone)
             for memory in old:
                 memory.fill_(float("nan"))
         laid = []  # weights that lie elsewhere in this request, and where they lay
