@@ -228,7 +228,7 @@ def alike(x: torch.Tensor, behind: int = 0) -> torch.Tensor:
         return x.clone()
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1 if x.numel() else 0
     memory = x.as_strided((reach,), (1,))
-    return torch.cat([memory[:behind], memory]).as_strided(x.shape, x.stride(), behind)
+    return torch.cat([memory[:1].repeat(behind), memory]).as_strided(x.shape, x.stride(), behind)
 
 
 class Called(TorchDispatchMode):
@@ -442,12 +442,8 @@ class Contender:
                 call_once(instance)
         if How.MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
-            # torch.compile and cuDNN's batch norm take aligned ones alone, view_as_complex even places.
-            behind = 0 if is_compiled(module) else 2
+            behind = 0 if is_compiled(module) else 2  # torch.compile takes aligned ones, view_as_complex even places
             module._apply(partial(alike, behind=behind))
-            for norm in module.modules():
-                if isinstance(norm, torch.nn.modules.batchnorm._BatchNorm):
-                    norm._apply(torch.clone)
             for memory in old:
                 memory.fill_(float("nan"))
         laid = []  # weights that lie elsewhere in this request, and where they lay
