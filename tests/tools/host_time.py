@@ -7,9 +7,10 @@ Host: at the small sizes of the Model's `on_cpu`, microseconds from one call to 
 
 Alone: at the benchmark shape, milliseconds by events around a call while the GPU is idle, as KernelBench times. What
 the host does before its last launch is in it. Busy: the same with the GPU kept busy until the call has been launched:
-what the GPU needs. Medians of 20, and by how much alone exceeds busy. The GPU is kept busy as long before a call alone,
-too, and waited for: it draws little power meanwhile. Without that a call of 1.2 ms was seen to take 13% longer among
-its like, for want of power, which is not the host's time.
+what the GPU needs. Medians of 20 of each, in turns, and by how much alone exceeds busy. The GPU is kept busy as long
+before a call alone, too, and waited for: it draws little power meanwhile. Without that a call of 1.2 ms was seen to
+take 13% longer among its like, for want of power, which is not the host's time. The first 40 turns are left out: in
+the first tenths of a second a call alone of 1.1 ms took 1.3, as the GPU's clock was still low.
 
 Three kinds of a call: forward without gradients, forward that records for a backward, and forward with backward.
 """
@@ -27,6 +28,7 @@ from contend import ROOT, Problem, calls_of, milliseconds
 from judge.source import discover, load, set_precision
 
 ROWS, CALLS = 20, 50
+TURNS_LEFT_OUT = 40
 BUSY = 4_000_000  # clock cycles of the GPU, which does nothing: some 2 ms, longer than the host takes for a call
 
 
@@ -41,12 +43,14 @@ def host_microseconds(call: Callable) -> float:
     return statistics.median(found[1:])
 
 
-def gpu_milliseconds(call: Callable, busy: int) -> float:
-    found = []
-    for _ in range(ROWS + 2):
-        torch.cuda._sleep(BUSY - busy)
-        found.append(milliseconds(call, busy))
-    return statistics.median(found[2:])
+def gpu_milliseconds(call: Callable) -> tuple[float, float]:
+    """Of a call alone, and of one while the GPU is busy."""
+    alone, busy = [], []
+    for _ in range(TURNS_LEFT_OUT + ROWS):
+        torch.cuda._sleep(BUSY)
+        alone.append(milliseconds(call, 0))
+        busy.append(milliseconds(call, BUSY))
+    return statistics.median(alone[TURNS_LEFT_OUT:]), statistics.median(busy[TURNS_LEFT_OUT:])
 
 
 def measure(model_path: Path, files: dict[str, Path]) -> None:
@@ -66,7 +70,7 @@ def measure(model_path: Path, files: dict[str, Path]) -> None:
     for name in classes:
         print(f"  {name:40}", end="")
         for kind, call in calls(benchmark, name).items():
-            alone, busy = gpu_milliseconds(call, 0), gpu_milliseconds(call, BUSY)
+            alone, busy = gpu_milliseconds(call)
             print(f"{kind} {alone:.3f} / {busy:.3f} ({alone / busy - 1:+.0%})   ", end="", flush=True)
         print()
         torch.cuda.empty_cache()
