@@ -49,9 +49,10 @@ def test_slices_of_32_gib_are_pytorchs(monkeypatch):
     file = solution(STEM)
     with FakeTensorMode():
         small, large = (torch.empty(1, 3, rows, 1 << 16, device="cuda") for rows in (1 << 10, 1 << 17))
+        a_little_less = torch.empty(1, 3, 1, (1 << 33) - 14335, device="cuda")  # whose last tile ends beyond 2^31 packs
     norm = file.ModelNew(3).inorm
     assert file.fits(small, norm)
-    assert not file.fits(large, norm)
+    assert not file.fits(large, norm) and not file.fits(a_little_less, norm)
 
 
 # Of the input and of the output's gradient, in place. With the second and third rstd^3 * covariance is no float32.

@@ -55,7 +55,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
-// Arrives, and makes the phase also wait until asynchronous copies have written `bytes` bytes.
+// Arrives, and lets the phase end only when asynchronous copies have written `bytes` bytes, too.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
         :
@@ -137,7 +137,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another.
 // Consumers 0 and 1 fill slots in turns, the finisher empties them in the same order. A tile fills the next four slots
-// or, with OneProduct, eight. (OneProduct<__half, float> has five: a tile's last three wait for the finisher.)
+// or, with OneProduct, eight. (OneProduct<__half, float> has five slots: the last three of a tile wait until the
+// finisher empties some.)
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
@@ -169,8 +170,9 @@ struct ThreeProducts {
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kSliceK = kSliceNumbers / kPieces;  // values in a slice
     static constexpr int kTileRows = 128;  // of operand a: in the forward x
-    // Of 32 KiB: a slice of 128 rows of each operand. The loop over the stages is unrolled, which saves 1 to 4% of the
-    // time. So a tile takes a multiple of four slices of each row. TMA fills slices beyond the end of K with zeros.
+    // A stage has 32 KiB: a slice of 128 rows of each operand. The loop over the stages is unrolled, which saves 1 to
+    // 4% of the time. So a tile takes a multiple of four slices of each row. TMA fills slices beyond the end of K with
+    // zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarseBelow = 0x1p-2f;  // see Thresholds
@@ -179,9 +181,9 @@ struct ThreeProducts {
 };
 template <typename T, typename S> struct OneProduct {
     using Number = T;
-    // The type of the sums in a slot. Sums that are stored in 16 bits start at the linear bias, as those of eager's
-    // addmm do. (If it were added later and cancelled most of a sum, the error of the sum's rounding would remain.) All
-    // later steps are in float32, where eager rounds after each.
+    // The type of the sums in a slot. Sums that are stored in 16 bits start at the linear bias: so it is added before
+    // they are rounded. (If it were added later and cancelled most of a sum, the error of the sum's rounding would
+    // remain.) All later steps are in float32, where eager rounds after each.
     using SlotValue = S;
     static constexpr int kPieces = 1;
     static constexpr int kSliceK = kSliceNumbers;
@@ -1436,7 +1438,8 @@ void check_launch(int error) {
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
 // For float32: computes dX, results[0], and dW, results[1], if needed. compute_g(split_g) computes G and stores its
-// pieces. The two products run one after the other, so that the pieces of W and of x do not take memory at once.
+// pieces. The two products run one after the other, so that the pieces of W and of x do not take memory at the same
+// time.
 void compute_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32,
     bool needs_dx, bool needs_dw, Tensors& results, c10::function_ref<int(const SplitGradient*)> compute_g) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);

@@ -9,12 +9,12 @@ This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNe
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
 There are two paths, and ModelNew._run chooses one. The fast path is the operator below. Its tensors are plain ones, of
-float32, float16 or bfloat16. Groups have 64 features, and with gradients there are at most 8192 features. The product
-has 2^30 multiplications or more, 1 MiB of output or more, no size below 128, and rows of whole 16 bytes
-(`_product_fits`). It runs on the 16-bit tensor cores. For float32 it is three fp16 products, with the accuracy of
-float32, or where TF32 is allowed one. Its epilogue does the rest of the forward. The plain path, the Model's own
-layers, takes all else, with hooks, autocast and transforms. Read the table of roles first, then Thresholds, then
-`sum_products`.
+float32, float16 or bfloat16. x has two dimensions, `bias` has one. Groups have 64 features, and with gradients there
+are at most 8192 features. The product has 2^30 multiplications or more, 1 MiB of output or more, sizes from 128 to 2^24
+- 1, and rows of whole 16 bytes (`_is_large`, `_product_fits`). It runs on the 16-bit tensor cores: for float32 as three
+fp16 products, with float32's accuracy, or as one where TF32 is allowed. Its epilogue does the rest of the forward. The
+plain path, the Model's own layers, takes all else, with hooks, autocast and transforms. Read the table of roles first,
+then Thresholds, then `sum_products`.
 
 At the benchmark shape, m = 32768, k = 1024, n = 4096, the product is 275 GFLOP. For float32 it is done three times in
 fp16: 1.1 ms at 750 TFLOP/s, about cuBLAS's rate in fp16. Before it, split_rows reads 0.15 GB of x and W and writes 0.15
@@ -54,7 +54,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
-// Arrives, and makes the phase also wait until asynchronous copies have written `bytes` bytes.
+// Arrives, and lets the phase end only when asynchronous copies have written `bytes` bytes, too.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
         :
@@ -136,7 +136,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // So the epilogue of a tile runs while the next tile is multiplied. The stages are one ring, the slots another.
 // Consumers 0 and 1 fill slots in turns, the finisher empties them in the same order. A tile fills the next four slots
-// or, with OneProduct, eight. (OneProduct<__half, float> has five: a tile's last three wait for the finisher.)
+// or, with OneProduct, eight. (OneProduct<__half, float> has five slots: the last three of a tile wait until the
+// finisher empties some.)
 //
 //     slots of the tile, in order     0     1     2      3        4       5       6       7        (4 to 7: OneProduct)
 //     filled by consumer              0     1     0      1        0       1       0       1
@@ -168,8 +169,9 @@ struct ThreeProducts {
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kSliceK = kSliceNumbers / kPieces;  // values in a slice
     static constexpr int kTileRows = 128;  // of operand a: in the forward x
-    // Of 32 KiB: a slice of 128 rows of each operand. The loop over the stages is unrolled, which saves 1 to 4% of the
-    // time. So a tile takes a multiple of four slices of each row. TMA fills slices beyond the end of K with zeros.
+    // A stage has 32 KiB: a slice of 128 rows of each operand. The loop over the stages is unrolled, which saves 1 to
+    // 4% of the time. So a tile takes a multiple of four slices of each row. TMA fills slices beyond the end of K with
+    // zeros.
     static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarseBelow = 0x1p-2f;  // see Thresholds
@@ -178,9 +180,9 @@ struct ThreeProducts {
 };
 template <typename T, typename S> struct OneProduct {
     using Number = T;
-    // The type of the sums in a slot. Sums that are stored in 16 bits start at the linear bias, as those of eager's
-    // addmm do. (If it were added later and cancelled most of a sum, the error of the sum's rounding would remain.) All
-    // later steps are in float32, where eager rounds after each.
+    // The type of the sums in a slot. Sums that are stored in 16 bits start at the linear bias: so it is added before
+    // they are rounded. (If it were added later and cancelled most of a sum, the error of the sum's rounding would
+    // remain.) All later steps are in float32, where eager rounds after each.
     using SlotValue = S;
     static constexpr int kPieces = 1;
     static constexpr int kSliceK = kSliceNumbers;
@@ -968,9 +970,9 @@ static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaS
 // 2^s_W is the one scale for all of W: s_W (in min_exponent_w) is the least exponent of W's rows. 2^s_x is that for all
 // of x: s_x (in min_exponent_x) is the least r_i + exponent of x's row i. G's pieces are the same in both.
 //
-// Why 12: hi and lo err by at most 2^-23 of a scaled value down to 2^-2 (see Thresholds): full precision. The largest
-// is 2^14 or more. So full precision spans 16 powers of two. Let row j's largest value be 2^-e of W's largest. With one
-// scale for W, the row has full precision over 16 - e powers of two. Beyond e = 12 the row is scaled by up to 2^12
+// Why 12: a scaled value has full precision, an error of at most 2^-23 of it, down to 2^-2 (see Thresholds). W's
+// largest is scaled to 2^14 or more, so full precision spans 16 powers of two below it. If row j's largest value is
+// 2^-e of W's, one scale for all of W leaves the row 16 - e of them. Beyond e = 12 the row is scaled by up to 2^12
 // more: it keeps at least 4 powers of two up to e = 24. G's column j is divided by the same factor: there full
 // precision spans at least 16 - 12 = 4 powers of two below the largest value of G's row. So for e up to 24, W's values
 // down to 2^-4 of their row's largest are as exact as W's largest. (TF32: hi has 28 powers of two, not 16.) With a
@@ -1127,9 +1129,11 @@ template <typename T> __device__ __forceinline__ void load_columns(const T* from
 //     activation_slope      the derivative of activation, for the backward
 //     differentiate_plainly in C++, for derivatives of derivatives
 //     _swish_and_bias       in Python, the plain path
-// Two requirements. In float32 the activation's error must be small beside its value, because normalisation divides by
-// the group's spread, which may be as small as v. And activation_slope must be finite for every finite h, because the
-// gradient may be 0 there and 0 * infinity is NaN.
+// Three requirements. Of NaN it must make NaN; fminf and fmaxf do not. In float32 the activation's error must be small
+// beside its value, because the norm divides by the spread of the group's values, which may be no larger than they are.
+// And activation_slope must be finite for every finite h, because the gradient may be 0 there and 0 * infinity is NaN.
+// group_gradients uses all of its 128 registers: after a change compile with -Xptxas -v, as another spelling of the
+// slope may spill.
 //
 // As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, and 2^-17.97 of it at h = -87. Below
 // -87.34 sigmoid is flushed to 0.
@@ -1144,8 +1148,8 @@ __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 // s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, and by less where s is small,
 // as measured for all floats on an H100 and an H200 (PTX guarantees 2^-12). Eager's rounding of s to 16 bits errs by up
 // to 2^-17 or more in float16 for h above -4.1 (s above 2^-6), and 2^-19 in bfloat16 for h above -7.6 (s above 2^-11).
-// In these ranges ours is off by less. For lower h eager's s may be more exact: below -7.6 ours is off by up to
-// 2^-19.7, and v by |h| times that.
+// For these h ours is off by less. For lower h eager's s may be more exact: below -7.6 ours is off by up to 2^-19.7,
+// and v by |h| times that.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
@@ -1497,7 +1501,8 @@ void check_launch(int error) {
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
 // For float32: computes dX, results[0], and dW, results[1], if needed. compute_g(split_g) computes G and stores its
-// pieces. The two products run one after the other, so that the pieces of W and of x do not take memory at once.
+// pieces. The two products run one after the other, so that the pieces of W and of x do not take memory at the same
+// time.
 void compute_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool tf32,
     bool needs_dx, bool needs_dw, Tensors& results, c10::function_ref<int(const SplitGradient*)> compute_g) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);

@@ -102,7 +102,7 @@ JUDGE = [
 CUDA = [
     (NORM, "rsqrtf((variance < 0 ? 0 : variance) + eps);", "rsqrtf(variance < 0 ? 0 : variance);", "instance_norm"),
     (NORM, "offset = residual[0] * slope - residual[1];", "offset = 0;", "instance_norm"),
-    (NORM, "sum[kCountIndex] += __popc(mask);", "sum[kCountIndex] += kValuesPer16Bytes<T>;", "instance_norm"),
+    (NORM, "sum[kSums] += __popc(mask);", "sum[kSums] += kValuesPer16Bytes<T>;", "instance_norm"),
     (NORM, "sums.store(warp_sums[round % 2][warp]", "sums.store(warp_sums[0][warp]", "instance_norm"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.slot_full[slot_ring.index], slot_ring.parity);", "", "linear_products"),
     (HOPPER + SWISH, "mbarrier_wait(&shared.stage_empty[stage_ring.index], stage_ring.parity ^ 1);", "",
