@@ -6,16 +6,15 @@
 The Model's `InstanceNorm2d` is given each row as a channel of 1 x F pixels. So `mean` and `rstd` are the row's own:
 rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-The fast path is taken (`_is_supported`) when y and h, the linear layer's output, are 2-D, of one shape and of one
-dtype, float32, float16 or bfloat16, F is a multiple of 8 (on a CPU 24 or more), and there are no hooks, autocast or
-transforms. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's own lines.
+The rows take the fast path (`_is_supported`) when y and h, the linear layer's output, are 2-D, of one shape and dtype
+(float32, float16 or bfloat16), F is a multiple of 8 (on a CPU 24 or more), eps > 0, and there are no hooks, autocast or
+transforms. Others, and on a CPU those that need gradients, take the plain path: the Model's own lines.
 
-On a GPU a large float32 product (`_is_large`) runs on tensor cores, where that is faster than cuBLAS's float32 product
-(`_SPLIT_GPUS`) and TF32 is not allowed: each number is split into two fp16 numbers, and three fp16 products take the
-place of the float32 one, with less error (of gradients, too, unless features or rows differ by factors above 2^19).
-nn.Linear (cuBLAS) does all other products, and is launched before Python checks whether the rest fits, so that the GPU
-starts early. Some small 16-bit layers are computed in float32 (`_in_float32`). `finish_rows` then reads h and y, each
-value once if F <= 8192, and writes the output.
+On a GPU a large float32 product (`_is_large`) runs on tensor cores if the GPU is one of `_SPLIT_GPUS` and TF32 is not
+allowed: each number is split into two fp16 numbers, and three fp16 products take the place of the float32 one, with
+less error (of gradients, too, unless features or rows differ by factors above 2^19). nn.Linear (cuBLAS) does all other
+products, before Python checks the rows, so that the GPU starts early. Some small 16-bit layers are computed in float32
+(`_in_float32`). `finish_rows` then reads h and y, each value once if F <= 8192, and writes the output.
 
 In the backward `row_gradients` reads h, y and the output's gradient, again each value once if F <= 8192, and
 writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three fp16 products if the forward's product
@@ -638,13 +637,14 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
 }
 
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
-// To change the formula, change finish_rows, row_gradients, finish_cpu in C++, and in Python _finish_plainly and the
-// lines for torch.jit.script in ModelNew.forward.
+// To change the formula, change finish_rows, row_gradients, finish_rows_cpu in C++, in Python _finish_plainly and the
+// lines for torch.jit.script in ModelNew.forward, and the Model.
 //
-// A row is needed three times: for its mean, for its deviations from the mean, and for the results. (mean(h^2) -
-// mean(h)^2 would need it once less, but loses digits where the mean is far from zero.) A row of up to 8192 values is
-// read from memory only once. A group of threads, 8 to 256 (a whole block), owns a row and issues all its loads at the
-// start. Each thread keeps 32 values of each tensor in registers. A pack is 16 bytes. With P threads in the group:
+// A row is needed three times (in the backward four): for its mean, for its deviations from the mean, and for the
+// results. (mean(h^2) - mean(h)^2 would need it once less, but loses digits where the mean is far from zero.) A row of
+// up to 8192 values is read from memory only once. A group of threads, 8 to 256 (a whole block), owns a row and issues
+// all its loads at the start. Each thread keeps 32 values of each tensor in registers. A pack is 16 bytes. With P
+// threads in the group:
 //
 //     pack of the row       0   1  ...  P - 1    P   P + 1  ...  2 P - 1   ...    those beyond 32 P values
 //     kept by thread        0   1  ...  P - 1    0   1      ...  P - 1     ...    none: read again from memory or L2
@@ -771,7 +771,8 @@ template <class Row> __device__ __forceinline__ RowStatistics row_statistics(con
     });
     sum_group(sums, row.group_threads);
     const float mean_square = sums[1] * inverse_n;
-    // If mean_square is infinite, rstd is to be 0. An infinite mean_lo would make a NaN of the difference, inf - inf.
+    // If mean_square is infinite, rstd is 0, as PyTorch's is. An infinite mean_lo would make a NaN of the difference,
+    // inf - inf.
     const float mean_lo = isinf(mean_square) ? 0 : sums[0] * inverse_n;
     // fmaxf turns a NaN into 0. But then mean_lo is NaN, too, and so is the whole row of the output.
     const float variance = fmaxf(mean_square - mean_lo * mean_lo, 0);
@@ -864,7 +865,6 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
@@ -987,7 +987,7 @@ void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor&
     });
 }
 at::Tensor finish_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
-    const at::Tensor dense_h = h.contiguous(), dense_y = y.contiguous(), out = at::empty_like(dense_h);
+    const at::Tensor out = finish_meta(h, y, eps), dense_h = h.contiguous(), dense_y = y.contiguous();
     if (h.scalar_type() == at::kFloat) finish_rows_cpu<float>(dense_h, dense_y, out, eps);
     else if (h.scalar_type() == at::kHalf) finish_rows_cpu<at::Half>(dense_h, dense_y, out, eps);
     else finish_rows_cpu<at::BFloat16>(dense_h, dense_y, out, eps);

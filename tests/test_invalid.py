@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from accuracy import assert_same_form
-from cases import FIRST, ROOT, STEMS, Case, build
+from cases import FIRST, ROOT, STEMS, Case, build, solution
 from processes import finish, start_python
 
 # What is done to one input, or to one parameter, of a right call.
@@ -128,3 +128,10 @@ def test_sizes_are_refused_in_the_models_words(case, recorded, device):
             module(*build(case, device)[2])
         errors.append((raised.type, str(raised.value)))
     assert errors[0] == errors[1]
+
+
+def test_an_operator_refuses_rows_of_another_shape():
+    """A program that torch.export or AOTInductor saved calls it without what Python checks."""
+    finish = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE).finish
+    with pytest.raises(RuntimeError, match="h and y"):
+        finish(torch.randn(4, 64), torch.randn(1, 64), 1e-5)
