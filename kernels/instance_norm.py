@@ -1130,7 +1130,7 @@ def _is_bare(norm: nn.Module) -> bool:
     # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.
     p, b = norm._parameters, norm._buffers
     bare = p.get("weight", 0) is p.get("bias", 0) is b.get("running_mean", 0) is b.get("running_var", 0) is None
-    return bare and not norm.track_running_stats and norm.eps > 0
+    return bare and not norm.track_running_stats and norm.eps >= 2**-126  # float32's smallest normal number
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:

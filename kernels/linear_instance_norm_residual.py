@@ -7,8 +7,8 @@ The Model's `InstanceNorm2d` is given each row as a channel of 1 x F pixels. So 
 rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
 The rows take the fast path (`_is_supported`) when y and h, the linear layer's output, are 2-D, of one shape and dtype
-(float32, float16 or bfloat16), F is a multiple of 8 (on a CPU 24 or more), eps > 0, and there are no hooks, autocast or
-transforms. Others, and on a CPU those that need gradients, take the plain path: the Model's own lines.
+(float32, float16 or bfloat16), F is a multiple of 8 (on a CPU 24 or more), eps >= 2^-126, and there are no hooks,
+autocast or transforms. Others, and on a CPU those that need gradients, take the plain path: the Model's own lines.
 
 On a GPU a large float32 product (`_is_large`) runs on tensor cores if the GPU is one of `_SPLIT_GPUS` and TF32 is not
 allowed: each number is split into two fp16 numbers, and three fp16 products take the place of the float32 one, with
@@ -104,8 +104,8 @@ CUDA_SOURCE = r"""
 // terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes
 // it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest,
 // that takes far longer than SGEMM.)
-//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
-//     more than 2^-23 of the value, the error that splitting has anyway.
+//   - A value other than 0 is "coarse" if its magnitude is below 2^-2 when scaled. Then lo's error of up to 2^-25 may
+//     be more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
@@ -233,7 +233,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     for_each_pair([&](int i, const float2& pair) {
         if (i >= padded_k) return;  // zeros beyond the row's last line; those within it are stored
         const float a = pair.x * scale, b = pair.y * scale;
-        thread_coarse_count += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        thread_coarse_count += (pair.x != 0 && fabsf(a) < 0x1p-2f) + (pair.y != 0 && fabsf(b) < 0x1p-2f);
         store_pieces<PIECES>(row_pieces, i, a, b);
     });
     if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
@@ -903,7 +903,10 @@ void check_launch(int error) {
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
 int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
-    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
+    if (t.scalar_type() == at::kFloat) return 0;
+    if (t.scalar_type() == at::kHalf) return 1;
+    TORCH_CHECK(t.scalar_type() == at::kBFloat16, "float32, float16 or bfloat16");
+    return 2;
 }
 // Checks what the product's kernels rely on. Python decides what they are given (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {
@@ -1291,7 +1294,7 @@ def _is_bare(norm: nn.Module) -> bool:
     # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.
     p, b = norm._parameters, norm._buffers
     bare = p.get("weight", 0) is p.get("bias", 0) is b.get("running_mean", 0) is b.get("running_var", 0) is None
-    return bare and not norm.track_running_stats and norm.eps > 0
+    return bare and not norm.track_running_stats and norm.eps >= 2**-126  # float32's smallest normal number
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -1312,7 +1315,7 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
 
 def _is_supported(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operators may replace the Model's lines from h on."""
-    if h.dim() != 2 or h.shape[1] % 8 != 0:
+    if h.dim() != 2 or h.shape[1] % 8 != 0 or h.shape[1] >= 2**31:
         return False
     if h.is_cpu and h.shape[1] in (8, 16):  # PyTorch is faster there
         return False

@@ -116,8 +116,8 @@ CUDA_SOURCE = r"""
 // terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes
 // it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest,
 // that takes far longer than SGEMM.)
-//   - A scaled value other than 0 is "coarse" if its magnitude is below 2^-2. Then lo's error of up to 2^-25 may be
-//     more than 2^-23 of the value, the error that splitting has anyway.
+//   - A value other than 0 is "coarse" if its magnitude is below 2^-2 when scaled. Then lo's error of up to 2^-25 may
+//     be more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
 //     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
 //   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
@@ -245,7 +245,7 @@ template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const fl
     for_each_pair([&](int i, const float2& pair) {
         if (i >= padded_k) return;  // zeros beyond the row's last line; those within it are stored
         const float a = pair.x * scale, b = pair.y * scale;
-        thread_coarse_count += (a != 0 && fabsf(a) < 0x1p-2f) + (b != 0 && fabsf(b) < 0x1p-2f);
+        thread_coarse_count += (pair.x != 0 && fabsf(a) < 0x1p-2f) + (pair.y != 0 && fabsf(b) < 0x1p-2f);
         store_pieces<PIECES>(row_pieces, i, a, b);
     });
     if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
@@ -977,7 +977,10 @@ void check_launch(int error) {
     TORCH_CHECK(false, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
 }
 int kernel_dtype(const at::Tensor& t) {  // the number that with_dtype expects
-    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
+    if (t.scalar_type() == at::kFloat) return 0;
+    if (t.scalar_type() == at::kHalf) return 1;
+    TORCH_CHECK(t.scalar_type() == at::kBFloat16, "float32, float16 or bfloat16");
+    return 2;
 }
 // Checks what the product's kernels rely on. Python decides what they are given (_is_large).
 void check_product(const at::Tensor& x, int64_t m, int64_t n, int64_t k) {

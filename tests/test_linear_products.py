@@ -81,6 +81,12 @@ def outliers(x, w):
     x[torch.arange(x.shape[0]), torch.randint(x.shape[1], (x.shape[0],))] = sizes
 
 
+def vanishing(x, w):
+    """Of each row of x all values but one are so small that they are 0 when scaled; and W ignores the one."""
+    x.mul_(2.0**-91)[:, 0] = 2.0**74
+    w.sign_().mul_(2.0**74)[:, 0] = 0
+
+
 KINDS = {  # normal x and W, changed in place
     "uniform": lambda x, w: (x.uniform_(), w.uniform_(-(K**-0.5), K**-0.5)),
     "normal": lambda x, w: None,
@@ -94,6 +100,7 @@ KINDS = {  # normal x and W, changed in place
     "mostly zeros": lambda x, w: (x.mul_(torch.rand_like(x) < 0.05), w.mul_(torch.rand_like(w) < 0.5)),
     "heavy-tailed": lambda x, w: (x.mul_(3).exp_(), w.mul_((2 * torch.randn_like(w)).exp())),
     "outliers": outliers,
+    "vanishing beside the largest": vanishing,
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 

@@ -1472,8 +1472,10 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 extern "C" int residual_gradients(bool tf32, const float* grad, const float* h, const float* y, float* grad_y,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* split_g, cudaStream_t stream);
 int kernel_dtype(const at::Tensor& t) {  // `dtype` of finish_residual
+    if (t.scalar_type() == at::kFloat) return 0;
     if (t.scalar_type() == at::kHalf) return 1;
-    return t.scalar_type() == at::kBFloat16 ? 2 : 0;
+    TORCH_CHECK(t.scalar_type() == at::kBFloat16, "float32, float16 or bfloat16");
+    return 2;
 }
 
 Tensors forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
@@ -1795,13 +1797,13 @@ _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
 def _is_bare(norm: nn.Module) -> bool:
-    """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches, and eps > 0."""
+    """Whether the norm is as the Model makes it: without parameters, statistics, hooks or patches."""
     if not _is_unchanged(norm, nn.InstanceNorm2d):
         return False
     # Not norm.weight and so on: nn.Module's own look-up takes 0.5 us more for each.
     p, b = norm._parameters, norm._buffers
     bare = p.get("weight", 0) is p.get("bias", 0) is b.get("running_mean", 0) is b.get("running_var", 0) is None
-    return bare and not norm.track_running_stats and norm.eps > 0
+    return bare and not norm.track_running_stats and norm.eps >= 2**-126  # float32's smallest normal number
 
 
 def _made_contiguous(grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -1455,6 +1455,10 @@ Tensors forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
 Tensors backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
     const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double, bool, std::array<bool, 6> needs) {
     for (const at::Tensor& t : {grad, weight, h, bias, gamma}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "dtype");
+    const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
+    TORCH_CHECK(grad.dim() == 2 && grad.sym_size(0) == m && grad.sym_size(1) == n && h.sym_sizes() == grad.sym_sizes(),
+        "grad and h (m, n)");
+    TORCH_CHECK(x.sym_size(1) == weight.sym_size(1) && bias.sym_numel() == n && gamma.sym_numel() == n, "(m, k), (n)");
     Tensors results;
     for (int i = 0; i < 6; ++i) {
         c10::SymIntArrayRef size = bias.sym_sizes();
