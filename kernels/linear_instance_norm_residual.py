@@ -1303,12 +1303,12 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
     A bare norm is called as a function: the module warns of its input's shape, which would break torch.compile's
     graph. On a CPU PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous: a hook copies it.
     """
-    if not isinstance(h, torch.Tensor) or not _is_bare(norm) or h.dim() != 2 or h.shape[1] < 2:
-        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
-    else:
+    if isinstance(h, torch.Tensor) and _is_bare(norm) and h.dim() == 2 and h.shape[1] >= 2:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
         if h.is_cpu and h.requires_grad and not torch.compiler.is_compiling():
             h.register_hook(lambda grad: None if grad is None else grad.contiguous())  # None: there is no gradient
+    else:
+        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     h = h + y  # rebinds h, so the old tensor is freed
     return h * y
 

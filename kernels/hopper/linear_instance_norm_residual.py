@@ -1817,12 +1817,12 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
     graph. On a CPU PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous, so a hook makes
     it contiguous.
     """
-    if not isinstance(h, torch.Tensor) or not _is_bare(norm) or h.dim() != 2 or h.shape[1] < 2:
-        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
-    else:
+    if isinstance(h, torch.Tensor) and _is_bare(norm) and h.dim() == 2 and h.shape[1] >= 2:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
         if h.is_cpu and h.requires_grad and not torch.compiler.is_compiling():
             h.register_hook(_made_contiguous)
+    else:
+        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     h = h + y  # rebinds h, so the old tensor is freed
     return h * y
 
@@ -1868,12 +1868,11 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         linear, norm = self.bmm, self.instance_norm
-        tensors = None
         if _is_large(linear, x) and _is_unchanged(linear, nn.Linear) and _is_bare(norm):
             tensors = (x, _read(linear, "weight"), _read(linear, "bias"), y)
-        if tensors is None or not _fits(linear, tensors):
-            return _finish_plainly(norm, linear(x), y)
-        settings = (norm.eps, _allows_tf32())
-        if _is_recorded(*tensors):
-            return _OPERATORS.differentiable.default(*tensors, *settings)
-        return _OPERATORS.forward.default(*tensors, *settings, False)[0]
+            if _fits(linear, tensors):
+                settings = (norm.eps, _allows_tf32())
+                if _is_recorded(*tensors):
+                    return _OPERATORS.differentiable.default(*tensors, *settings)
+                return _OPERATORS.forward.default(*tensors, *settings, False)[0]
+        return _finish_plainly(norm, linear(x), y)

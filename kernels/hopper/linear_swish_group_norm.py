@@ -1917,13 +1917,12 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, _read(self, "bias")
-        tensors = None
         if _is_large(linear, x) and _is_unchanged(linear, nn.Linear) and _is_unchanged(norm, nn.GroupNorm):
             linear_parameters = (_read(linear, "weight"), _read(linear, "bias"))
             tensors = (x, *linear_parameters, bias, _read(norm, "weight"), _read(norm, "bias"))
-        if tensors is None or not _fits(linear, tensors, norm.num_groups):
-            return norm(_swish_and_bias(linear(x), bias))
-        settings = (norm.num_groups, norm.eps, _allows_tf32())
-        if _is_recorded(*tensors):
-            return _OPERATORS.differentiable.default(*tensors, *settings)
-        return _OPERATORS.forward.default(*tensors, *settings, False)[0]
+            if _fits(linear, tensors, norm.num_groups):
+                settings = (norm.num_groups, norm.eps, _allows_tf32())
+                if _is_recorded(*tensors):
+                    return _OPERATORS.differentiable.default(*tensors, *settings)
+                return _OPERATORS.forward.default(*tensors, *settings, False)[0]
+        return norm(_swish_and_bias(linear(x), bias))
