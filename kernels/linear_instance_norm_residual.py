@@ -21,7 +21,7 @@ writes y's gradient and G, h's gradient. Then dX = G W and dW = G^T x: as three 
 was and they are large, else by cuBLAS.
 
 On a CPU, nn.Linear computes h, and threads finish its rows. 16-bit inputs are computed in float32 where that is faster,
-even if they need gradients (`_in_float32`). Read "The rows" first; "The product" says how x W^T is computed.
+even if they need gradients (`_in_float32`). CUDA_SOURCE begins with the rows; then comes the product.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB of x, W, y and the output; the split
 reads 0.3 GB and writes 0.3 GB. `python harness.py linear_instance_norm_residual --backward`, H200: float32 1.17 ms,
@@ -45,7 +45,6 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_instance_norm_residual.py"
-// Read "The rows" first. That section follows "The gradients dX = G W and dW = G^T x", far below.
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
@@ -53,117 +52,7 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-// ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py here. ----
-//
-//     x (m, k) --.
-//                 split_rows --> pieces, inverse_scale, threshold    in device memory
-//     W (n, k) --'                  |
-//                                   |  cp.async
-//                      stages: one line of each row of a tile     in shared memory
-//                                   |  ldmatrix
-//                      mma.sync -> accumulators -> sums           in registers
-//                                   |
-//                      epilogue: h, and what follows it -> device memory
-//
-// Pieces. Each value of C is a sum of K terms x w, where x is from a row of A and w from a row of B. (In the forward A
-// is the layer's input and B its weight.) Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products
-// up in about float32 (see Restarts). So a float32 number x, of 24 bits, is split into two fp16 numbers, its pieces: hi
-// is x rounded to fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then
-// |x - hi| is at most 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo'
-// split likewise:
-//
-//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
-//     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
-//
-// lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, splitting and dropping change C's
-// value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
-// different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
-// sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
-// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` mma.sync multiplies fp16 7 or 16 times as
-// fast as SGEMM multiplies float32.
-//
-// Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
-// its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
-// in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 numbers
-// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6: hi' is 22944, lo' is -6.398,
-// and 0.002 is lost. Of x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
-//
-// Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
-// grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
-// the sum. After every 32 of K the thread multiplies the accumulator by `inverse_scale` of A's row (which in the
-// gradients changes every 128 of K, so this cannot wait for the epilogue), adds it to the sum, in float32 with
-// rounding, and restarts it at zero. From K = 1024 on it does so after every 64, and from 4096 on after every 128,
-// since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128
-// in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
-//
-// The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
-//
-// Thresholds. A row's largest value is scaled to below 2^15. Of a value below 2^-2, 2^16 to 2^17 times smaller, lo has
-// too few bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs
-// by up to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other
-// terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes
-// it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest,
-// that takes far longer than SGEMM.)
-//   - A value other than 0 is "coarse" if its magnitude is below 2^-2 when scaled. Then lo's error of up to 2^-25 may
-//     be more than 2^-23 of the value, the error that splitting has anyway.
-//   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
-//     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
-//     the coarse values do no harm.
-//   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `threshold`. If
-//     |sum| is below its two rows' thresholds added up, the epilogue recomputes it in float32, from x and W. By an
-//     estimate that happens to 3 of 10^6 sums of normally distributed operands at K = 8192, less often at smaller K.
-//   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `inverse_scale` of up to
-//     2^60 they are finite. A row with a finite value of 2^75 or more has an `inverse_scale` above 2^60. So its
-//     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
-//     is -infinity. Its sums are 0 or not finite, and are not recomputed. (If the other row's threshold is +infinity,
-//     the two add up to NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf.
-//     So would the norm; the gradients are NaN where SGEMM's are infinite.)
-//
-// Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
-// of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
-//
-//     quarter         0             1              2             3
-//                | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
-//
-// PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
-// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
-// 11 bits errs by more, so smaller thresholds would do, as in hopper/linear_*.py.)
-//
-// Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
-// or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
-// tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L of each row is multiplied,
-// lines L + 1 and L + 2 arrive. Line L + 3 follows as soon as all warps have read L.
-//
-// Swizzle. ldmatrix reads one 16-byte chunk of each of eight rows at once. A row of a stage has 128 bytes, which is all
-// 32 banks of shared memory. If chunk c were at the same place in all rows, the eight would lie in the same four banks
-// and be read one after another. So chunk c of row r is stored at place c ^ (r % 8):
-//
-//     place             0 1 2 3 4 5 6 7
-//     chunk in row 0    0 1 2 3 4 5 6 7
-//     chunk in row 1    1 0 3 2 5 4 7 6
-//     chunk in row 2    2 3 0 1 6 7 4 5
-//     ...
-//     chunk in row 7    7 6 5 4 3 2 1 0
-//
-// So chunk 0 is at place r % 8 of row r. Chunk 3 of row 5 is at place 3 ^ 5 = 6, which is byte 5 * 128 + 6 * 16 = 736.
-//
-// MN-major: neighbours in memory have the same k, not the same row. The gradients are C = A B, where B is (K, columns
-// of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
-// each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
-// transposes B on its way to registers.
-
-constexpr int kLineK = 32;  // values of a row in a line, each as two pieces: what a stage has of K
-constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
-constexpr int kTileRows = 64, kTileColumns = 128;
-constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
-constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
-constexpr int kBandHeight = 16;  // in tiles (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
-constexpr int kLinesPerScale = 4;  // in the gradients every four lines of a row of A, 128 of K, have their own scale
-// Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
-// as many accumulators in registers: 128 of the 255 that it may have.
-constexpr int kMultiplyThreads = 128;
-constexpr int kMmasDown = 2, kMmasAcross = 8;  // of 16 rows and 8 columns each: a warp's 32 rows and 64 columns
+// ---- What all sections use. The same text in both linear_*.py here. ----
 // V neighbouring values, which one instruction loads or stores.
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
@@ -172,468 +61,13 @@ template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, 
     return v;
 }
 static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// The fp16 numbers that a row of k values takes: its pieces, rounded up to whole lines.
-static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
-    return divide_up(k * pieces, kLineHalves) * kLineHalves;
-}
-__device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
-// inverse are normal numbers. So a `largest` below 2^-112 stays below 2^14 when scaled.
-__device__ __forceinline__ int scale_exponent(float largest) {
-    return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
-}
-// Splits two neighbouring scaled values of a row, `index` (even) and index + 1, and stores their pieces in its lines.
-template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t index, float a, float b) {
-    constexpr int kValues = kLineHalves / PIECES;
-    const __half2 hi = __floats2half2_rn(a, b);
-    auto* const to = reinterpret_cast<__half2*>(row + index / kValues * kLineHalves + index % kValues);
-    to[0] = hi;
-    if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
-}
-// Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r; then it scales
-// and splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. For the second step each of its at most
-// 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values were read
-// twice, the forward would take 2% to 7% longer on an H200.)
-constexpr int kThreadPairs = 16;  // pairs of neighbouring values that a thread keeps in registers
-template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
-    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* inverse_scale, float* threshold) {
-    // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
-    __shared__ unsigned largest_bits;
-    __shared__ int coarse_count;  // of the row
-    const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
-    const float* const row_values = row < m ? x + row * k : w + (row - m) * k;
-    __half* const row_pieces = pieces + row * stride;
-    const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
-    const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
-        if (i >= k) return make_float2(0, 0);
-        if (k % 2 == 0) return *reinterpret_cast<const float2*>(row_values + i);
-        return make_float2(row_values[i], i + 1 < k ? row_values[i + 1] : 0);
-    };
-    float2 pairs[kThreadPairs];
-#pragma unroll
-    for (int p = 0; p < kThreadPairs; ++p) pairs[p] = load_pair(first_value + p * step);
-    const auto for_each_pair = [&](const auto& use) {  // of this thread; beyond the row they are zeros
-#pragma unroll
-        for (int p = 0; p < kThreadPairs; ++p) use(first_value + p * step, pairs[p]);
-        for (int i = first_value + kThreadPairs * step; i < padded_k; i += step) use(i, load_pair(i));
-    };
-    if (threadIdx.x == 0) largest_bits = coarse_count = 0;
-    __syncthreads();
-    float largest = 0;
-    for_each_pair([&](int, const float2& pair) {
-        largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
-    });
-    largest = reduce(largest, 32, fmaxf);
-    if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
-    __syncthreads();
-    const int exponent = scale_exponent(__uint_as_float(largest_bits));
-    const float scale = power_of_two(exponent);
-    int thread_coarse_count = 0;
-    for_each_pair([&](int i, const float2& pair) {
-        if (i >= padded_k) return;  // zeros beyond the row's last line; those within it are stored
-        const float a = pair.x * scale, b = pair.y * scale;
-        thread_coarse_count += (pair.x != 0 && fabsf(a) < 0x1p-2f) + (pair.y != 0 && fabsf(b) < 0x1p-2f);
-        store_pieces<PIECES>(row_pieces, i, a, b);
-    });
-    if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    inverse_scale[row] = power_of_two(-exponent);
-    // An exponent below -60: `inverse_scale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
-    threshold[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
-}
-
-// Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-        :
-        : "r"(to), "l"(from), "r"(exists ? 16 : 0)
-        : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
-template <int PENDING> __device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
-}
-// Loads four 8 x 8 matrices of fp16 numbers. Lane 8 i + j points at row j of matrix i in shared memory.
-template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-    if constexpr (TRANSPOSED) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(from)
-            : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(from)
-            : "memory");
-    }
-}
-// d += a b, by all lanes of a warp: 16 rows and 8 columns of C, 16 of K.
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
-struct Operand {
-    const __half* pieces;
-    int rows;
-    int64_t stride;
-};
-// This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
-// a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
-// to the stage. Past the last line of K, start copies nothing, but moves from_a and from_b past the end, unread.
-template <bool MN_MAJOR> struct StageCopies {
-    static constexpr int kRowStep = kMultiplyThreads / 8;
-    const Operand &a, &b;
-    int first_row, first_column, columns, lines;
-    int stage_row = threadIdx.x / 8;  // the first of this thread's rows of a stage
-    uint32_t to_stages;  // where this thread's first chunk goes in the first stage
-    const __half *from_a, *from_b;
-    __device__ __forceinline__ StageCopies(
-        const Operand& a, const Operand& b, int first_row, int first_column, int columns, int lines, uint32_t stages)
-        : a(a), b(b), first_row(first_row), first_column(first_column), columns(columns), lines(lines) {
-        const int chunk = threadIdx.x % 8;
-        to_stages = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
-        from_a = a.pieces + (first_row + stage_row) * a.stride + chunk * 8;
-        from_b = b.pieces +
-            (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
-    }
-    __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
-        const uint32_t to = to_stages + line % kStages * kStageBytes;
-#pragma unroll
-        for (int i = 0; i < kTileRows && line < lines; i += kRowStep) {
-            copy_async(to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
-        }
-#pragma unroll
-        for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
-            // MN-major: copies line mn_line of the row of B that is mn_row below stage_row.
-            const int mn_line = i / kLineK, mn_row = i % kLineK;
-            const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
-            const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
-            const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
-            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < columns;
-            copy_async(to + (kTileRows + i) * kLineBytes, source, exists);
-        }
-        from_a += kLineHalves;
-        from_b += MN_MAJOR ? kLineK * b.stride : kLineHalves;
-        commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
-    }
-};
-// Loads a quarter from a stage, as operands of mma. to[i] gets 16 of the warp's rows of A or, from B, 16 of its columns
-// of C, from number 16 i on. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
-//
-//     lanes    0..7                     8..15                    16..23                   24..31
-//     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
-//     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
-//
-// Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
-// row of A or of B (a column of C). MN-major, `quarter` has the same meaning, but is no quarter of a stored line: a row
-// of the stage is 32 columns of one k. So 16 of K are 16 rows, and a warp's 64 columns are two lines. to[i] gets hi or
-// lo of 16 columns: those of half i % 2 of line i / 2. A lane starts at chunk c, which is 0 or 1, and wants chunk c + s
-// with an even s. As c + s = c ^ s, this chunk lies at `from` ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs
-// stages that begin at multiples of 128 bytes.
-template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
-    uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const int xor_bytes = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
-        const int row_offset = MN_MAJOR ? i / 2 * kLineK + quarter % 2 * 16 : i * 16;
-        load_matrices<MN_MAJOR>(to[i], (from ^ xor_bytes) + row_offset * kLineBytes);
-    }
-}
-__device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross][4], const uint32_t (&a)[kMmasDown][4],
-    const uint32_t (&b)[kMmasAcross / 2][4]) {
-#pragma unroll
-    for (int i = 0; i < kMmasDown; ++i) {
-#pragma unroll
-        for (int j = 0; j < kMmasAcross; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-    }
-}
-// Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
-__device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
-__device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
-// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, columns). K is `lines` lines. After every `lines_per_restart` lines
-// the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row], where `line` is the
-// first of these lines, and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the
-// epilogue multiplies by the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the
-// end each thread calls epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be
-// outside C. Four neighbouring lanes together hold 64 consecutive columns of the same four rows.
-template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
-    const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
-    int scale_stride, int columns, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
-#if __CUDA_ARCH__ < 800
-    __trap();  // there is no cp.async
-#else
-    extern __shared__ __align__(128) unsigned char stages[];
-    const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
-    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
-    // Blocks compute the tiles of a band, kBandHeight rows of tiles, column by column. So L2 still holds the band's
-    // part of A, and the column's part of B, when the next tile needs them.
-    const int tiles_across = int(divide_up(columns, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
-    const int band_tiles = kBandHeight * tiles_across, band_start = blockIdx.x / band_tiles * kBandHeight;
-    const int index_in_band = blockIdx.x % band_tiles, band_height = min(kBandHeight, tiles_down - band_start);
-    const int first_column = index_in_band / band_height * kTileColumns;
-    const int first_row = (band_start + index_in_band % band_height) * kTileRows;
-    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, columns, lines, base);
-    // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
-    // K 0..15 first, and lo of K 16..31 later.
-    uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
-    const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
-    // MN-major too, the warp's part of B begins warp_column rows of the stage down: 64 columns are two lines of 32 rows
-    // each.
-    const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
-    const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
-    const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
-        load_quarter<false>(slot_a[slot], address_a + stage_offset, quarter);
-    };
-    const auto load_b = [&](int slot, uint32_t stage_offset, int quarter) {
-        load_quarter<MN_MAJOR>(slot_b[slot], address_b + stage_offset, quarter);
-    };
-    for (int line = 0; line < kStages; ++line) copies.start(line);
-    wait_copies<kStages - 1>();
-    __syncthreads();
-    load_a(2, 0, 2);
-    load_b(0, 0, 0);
-    float sum[4][16] = {};
-    int line = 0;
-    do {
-        float acc[kMmasDown][kMmasAcross][4] = {}, inverse_scale_a[4];  // of the thread's four rows of A
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = min(row_of(first_row + warp_row + lane / 4, i), a.rows - 1);
-            inverse_scale_a[i] = inverse_scale[int64_t(line / kLinesPerScale) * scale_stride + row];
-        }
-        const int end = min(line + lines_per_restart, lines);
-        // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
-        //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
-        // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
-        // small products come first, which helps in the first line after a restart, while the accumulator is small.
-        // Loads come before the multiply_add that they overlap.
-        for (; line < end; ++line) {
-            const uint32_t stage_offset = line % kStages * kStageBytes;
-            const uint32_t next_offset = (line + 1) % kStages * kStageBytes;
-            load_a(0, stage_offset, 0);
-            load_b(2, stage_offset, 2);
-            multiply_add(acc, slot_a[2], slot_b[0]);
-            load_a(2, stage_offset, 3);
-            load_b(1, stage_offset, 1);
-            multiply_add(acc, slot_a[0], slot_b[2]);
-            load_a(1, stage_offset, 1);
-            load_b(2, stage_offset, 3);
-            multiply_add(acc, slot_a[2], slot_b[1]);
-            multiply_add(acc, slot_a[1], slot_b[2]);
-            // After the wait this thread's copies of line + 1 have arrived. After the barrier all threads' copies of
-            // line + 1 have arrived. All warps have read this line, too, as the last two multiply_adds read registers
-            // alone. So copies.start may overwrite its stage. (The last round's loads from next_offset get old numbers
-            // or, with fewer than three lines, uninitialised ones. They are not used.)
-            wait_copies<kStages - 2>();
-            __syncthreads();
-            copies.start(line + kStages);
-            multiply_add(acc, slot_a[0], slot_b[0]);
-            load_a(2, next_offset, 2);
-            load_b(0, next_offset, 0);
-            multiply_add(acc, slot_a[1], slot_b[1]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int j = 0; j < 16; ++j)
-                sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], inverse_scale_a[i], sum[i][j]);
-        }
-    } while (line < lines);
-    epilogue(first_row + warp_row + lane / 4, first_column + warp_column + lane % 4 * 2, sum);
-#endif
-}
-// Stores a thread's sums to C (m, n), leaving out what lies outside C.
-__device__ __forceinline__ void store_values(
-    float* c, int thread_row, int thread_column, int m, int n, const float (&values)[4][16]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int row = row_of(thread_row, i);
-        float* const c_row = c + row * int64_t(n);
-#pragma unroll
-        for (int j = 0; j < 16; j += 2) {
-            const int column = column_of(thread_column, j);
-            const float first = values[i][j], second = values[i][j + 1];
-            const bool stores_first = row < m && column < n, stores_second = row < m && column + 1 < n;
-            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + column) = make_float2(first, second);
-            if (stores_first && n % 2 == 1) c_row[column] = first;
-            if (stores_second && n % 2 == 1) c_row[column + 1] = second;
-        }
-    }
-}
-// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their limit: their two
-// rows' thresholds added up, scaled as the sum is. All lanes of a warp must call to_h, as they recompute together.
-struct LinearLayer {
-    const float *x, *weight, *linear_bias;
-    int m, n, k;
-    const float *inverse_scale, *threshold;  // of x's m rows, then of W's n rows
-    // The sums are already multiplied by inverse_scale of x's row, not yet by that of W's.
-    __device__ __forceinline__ void to_h(int thread_row, int thread_column, float (&values)[4][16]) const {
-        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its limit, or that is infinite
-        float inverse_scale_x[4], threshold_x[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = row_of(thread_row, i);
-            inverse_scale_x[i] = row < m ? inverse_scale[row] : 1;
-            threshold_x[i] = row < m ? threshold[row] : -INFINITY;
-        }
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const int column = column_of(thread_column, j), row_w = min(column, n - 1);
-            const float inverse_scale_w = inverse_scale[m + row_w], bias_w = linear_bias[row_w];
-            const float threshold_w = column < n ? threshold[m + row_w] : -INFINITY;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float limit = (threshold_x[i] + threshold_w) * inverse_scale_x[i];
-                if (fabsf(values[i][j]) < limit || limit == INFINITY) to_recompute |= uint64_t(1) << (16 * i + j);
-                values[i][j] = fmaf(values[i][j], inverse_scale_w, bias_w);
-            }
-        }
-        // The warp recomputes its lanes' sums one at a time: all 32 lanes compute one, and its owner keeps it. (The
-        // loop over constant indices keeps `values` in registers.)
-        while (const unsigned lanes = __ballot_sync(~0u, to_recompute != 0)) {
-            const int owner = __ffs(lanes) - 1;
-            const int index = __shfl_sync(~0u, __ffsll(to_recompute) - 1, owner);
-            const int64_t row_x = row_of(__shfl_sync(~0u, thread_row, owner), index / 16);
-            const int64_t row_w = __shfl_sync(~0u, column_of(thread_column, index % 16), owner);
-            float sum = 0;
-#pragma unroll 1
-            for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
-            sum = reduce(sum, 32, __fadd_rn) + linear_bias[row_w];
-            if (threadIdx.x % 32 != owner) continue;
-            to_recompute &= to_recompute - 1;  // clears the lowest bit
-#pragma unroll
-            for (int i = 0; i < 64; ++i) {
-                float& value = values[i / 16][i % 16];
-                value = i == index ? sum : value;
-            }
-        }
-    }
-};
-
-// ---- Launching the product. Where a launch function returns an int, it is a cudaError_t. ----
+// Of the functions that C++ calls, pointers are to device memory, 16-byte aligned. An int that they return is a
+// cudaError_t.
 template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
     if (dtype == 0) call(float());
     if (dtype == 1) call(__half());
     if (dtype == 2) call(__nv_bfloat16());
     return cudaGetLastError();
-}
-template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
-    const float* inverse_scale, int scale_stride, int columns, int64_t terms, const Epilogue& epilogue,
-    cudaStream_t stream) {
-    constexpr int kBytes = kStages * kStageBytes;
-    const auto kernel = multiply<MN_MAJOR, Epilogue>;
-    const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(columns, kTileColumns));
-    // See Restarts. lines_per_restart divides kLinesPerScale, as the scale may change after these.
-    const int lines = int(stride_of(terms, 2) / kLineHalves);
-    const int lines_per_restart = terms < 1024 ? 1 : terms < 4096 ? 2 : 4;
-    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(
-        a, b, inverse_scale, scale_stride, columns, lines, lines_per_restart, epilogue);
-    return cudaGetLastError();
-}
-// Splits x (m, k) and W, `rows` rows in all. inverse_scales_thresholds (2, rows): their inverse_scale, then threshold.
-template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
-    __half* pieces, float* inverse_scales_thresholds, cudaStream_t stream) {
-    int threads = 32;  // becomes the fewest that keep a whole row in registers, or 256
-    while (threads < 256 && 2 * kThreadPairs * threads < k) threads *= 2;
-    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(
-        x, w, int(m), int(k), pieces, inverse_scales_thresholds, inverse_scales_thresholds + rows);
-}
-
-// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py here. ----
-//
-// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
-// every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
-// inverse_scale before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
-// with small values is scaled up like any other: its inverse_scale makes G's column (or row) small instead.
-//
-// Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
-// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The thresholds of
-// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled. That is
-// 2^-39 of the largest value that shares its scale, and 2^-20 of a value that is 2^19 times smaller. So where values of
-// a row of B, or the inverse_scale of 128 neighbouring rows, differ by factors above 2^19, as with a feature in seconds
-// since 1970, the gradients of the small ones are less accurate than SGEMM's.
-//
-//                      for dX                        for dW
-//     row of A         a row of G, K = n             a column of G, K = m
-//     B, split         W (n, k)                      x (m, k)
-//     inverse_scale_a  [n / 128, rounded up][m]      [m / 128, rounded up][n]
-constexpr int kSquareSide = 128;  // a block splits a square of G, of as many rows and columns
-static_assert(kSquareSide == kLinesPerScale * kLineK, "a block knows all values that have one scale");
-constexpr int kSquareStride = kSquareSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
-constexpr int kSplitGradientThreads = 256;
-// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then every 16 lanes take one row of A
-// after another: 128 values, of which a lane has two neighbours of every 32. They multiply the values by the
-// inverse_scale_b of B's rows, find the largest, scale and split them, and write four lines of pieces and one
-// inverse_scale_a.
-__global__ void __launch_bounds__(kSplitGradientThreads)
-    split_gradient(const float* __restrict__ g, int m, int n, bool wgrad, const float* __restrict__ inverse_scale_b,
-        __half* __restrict__ pieces, float* __restrict__ inverse_scale_a) {
-    extern __shared__ float square[];
-    const int first_row = blockIdx.y * kSquareSide, first_column = blockIdx.x * kSquareSide;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < kSquareSide * kSquareSide; i += kSplitGradientThreads) {
-        const int row = first_row + i / kSquareSide, column = first_column + i % kSquareSide;
-        square[i / kSquareSide * kSquareStride + i % kSquareSide] =
-            row < m && column < n ? g[int64_t(row) * n + column] : 0;
-    }
-    __syncthreads();
-    // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
-    const int row_stride = wgrad ? 1 : kSquareStride, k_stride = wgrad ? kSquareStride : 1;
-    const int rows = wgrad ? n : m, terms = wgrad ? m : n, row_lane = threadIdx.x % 16;
-    const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
-    const int64_t stride = stride_of(terms, 2);
-    for (int i = threadIdx.x / 16; i < kSquareSide; i += kSplitGradientThreads / 16) {
-        const int row = first_a_row + i;
-        float values[kSquareSide / 16], largest = 0;
-#pragma unroll
-        for (int j = 0; j < kSquareSide / 16; ++j) {
-            const int k_in_square = j / 2 * 32 + row_lane * 2 + j % 2;
-            const float factor = first_k + k_in_square < terms ? inverse_scale_b[first_k + k_in_square] : 0;
-            values[j] = square[i * row_stride + k_in_square * k_stride] * factor;
-            largest = fmaxf(largest, finite_magnitude(values[j]));
-        }
-        const int exponent = scale_exponent(reduce(largest, 16, fmaxf));
-        const float scale = power_of_two(exponent);
-        if (row >= rows) continue;
-#pragma unroll
-        for (int j = 0; j < kSquareSide / 16; j += 2) {
-            const int k = first_k + j / 2 * 32 + row_lane * 2;
-            if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
-        }
-        if (row_lane == 0) inverse_scale_a[int64_t(first_k / kSquareSide) * rows + row] = power_of_two(-exponent);
-    }
-}
-struct StoreProduct {  // the epilogue of the gradients: stores C as it is
-    float* out;
-    int m, n;
-    __device__ __forceinline__ void operator()(int thread_row, int thread_column, float (&values)[4][16]) const {
-        store_values(out, thread_row, thread_column, m, n, values);
-    }
-};
-// Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or x (m, k). The four after `out` are scratch.
-extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
-    float* inverse_scale_a, void* pieces_b, float* inverse_scales_thresholds_b, int64_t m, int64_t n, int64_t k,
-    cudaStream_t stream) {
-    const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
-    __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
-    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, inverse_scales_thresholds_b, stream);
-    constexpr int kBytes = kSquareSide * kSquareStride * int(sizeof(float));
-    const int error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (error != cudaSuccess) return error;
-    const dim3 blocks(unsigned(divide_up(n, kSquareSide)), unsigned(divide_up(m, kSquareSide)));
-    split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
-        g, int(m), int(n), wgrad, inverse_scales_thresholds_b, halves_a, inverse_scale_a);
-    const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
-    const StoreProduct epilogue = {out, int(rows), int(k)};
-    return launch_multiply<true>(a, b, inverse_scale_a, int(rows), int(k), terms, epilogue, stream);
 }
 
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
@@ -835,6 +269,576 @@ extern "C" int launch_rows(int dtype, const void* h, const void* y, const void* 
                 as(h), as(y), as(grad), to, static_cast<T*>(grad_y), m, int(n), eps, truncation, group_threads);
         }
     });
+}
+
+// ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py here. ----
+//
+//     x (m, k) --.
+//                 split_rows --> pieces, inverse_scale, threshold    in device memory
+//     W (n, k) --'                  |
+//                                   |  cp.async
+//                      stages: one line of each row of a tile     in shared memory
+//                                   |  ldmatrix
+//                      mma.sync -> accumulators -> sums           in registers
+//                                   |
+//                      epilogue: h, and what follows it -> device memory
+//
+// Pieces. Each value of C is a sum of K terms x w, where x is from a row of A and w from a row of B. (In the forward A
+// is the layer's input and B its weight.) Tensor cores multiply fp16 numbers, of 11 bits, exactly, and add the products
+// up in about float32 (see Restarts). So a float32 number x, of 24 bits, is split into two fp16 numbers, its pieces: hi
+// is x rounded to fp16, and lo is x - hi rounded to fp16. Let u be the unit of x's last bit, at most 2^-23 |x|. Then
+// |x - hi| is at most 2^12 u. fp16 numbers of that size are 2 u apart, so lo is off by at most u. With w = hi' + lo'
+// split likewise:
+//
+//     x = hi + lo up to 2^-23 |x|,    |lo| <= 2^-11 |x|
+//     x w = hi hi' + hi lo' + lo hi' + lo lo',    |lo lo'| <= 2^-22 |x w|
+//
+// lo lo' is dropped, and three products remain. With S for the sum of the K |x w|, splitting and dropping change C's
+// value by at most (2^-23 + 2^-23 + 2^-22) S = 2^-21 S, and by far less in practice, as the terms' errors have
+// different signs. (What tensor cores truncate comes on top: see Restarts.) SGEMM, cuBLAS's float32 product, rounds its
+// sum after each of K additions, by up to 2^-24 of it, so by up to K 2^-24 S in all. This bound is at least 16 times
+// 2^-21 S, since K is 128 or more (`_is_large`). On the GPUs of `_SPLIT_GPUS` mma.sync multiplies fp16 7 or 16 times as
+// fast as SGEMM multiplies float32.
+//
+// Scales. The largest fp16 number is 65504. So each row is first multiplied by its scale, the power of two that brings
+// its largest finite magnitude to [2^14, 2^15). Each sum is multiplied by both rows' `inverse_scale`. For example, 0.3
+// in a row whose largest value is 0.9 becomes 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 numbers
+// of that size are 8 apart, and lo is -1.599609. A w of 0.7 in such a row becomes 22937.6: hi' is 22944, lo' is -6.398,
+// and 0.002 is lost. Of x w, 2.25e8 when scaled, lo lo' is 10.2, or 2^-24 of it.
+//
+// Restarts. A tensor core truncates its sums towards zero instead of rounding them, so its errors do not cancel but
+// grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
+// the sum. After every 32 of K the thread multiplies the accumulator by `inverse_scale` of A's row (which in the
+// gradients changes every 128 of K, so this cannot wait for the epilogue), adds it to the sum, in float32 with
+// rounding, and restarts it at zero. If K is 1024 or more it does so after every 64, if 4096 or more after every 128,
+// since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128
+// in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
+//
+// The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
+//
+// Thresholds. A row's largest value is scaled to at least 2^14 and below 2^15. Of a value that is below 2^-2 when
+// scaled, over 2^16 times smaller, lo has too few bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of
+// having 11 significant bits, so rounding errs by up to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11
+// bits, but lo is at most 2^-14.) If other terms make the sum large, that does no harm. If the sum is small, it may be
+// wrong: in the forward a warp recomputes it in float32. (If nearly all sums are such, as where W ignores a feature
+// that is 2^20 times larger than the rest, that takes far longer than SGEMM.)
+//   - A value other than 0 is "coarse" if its magnitude is below 2^-2 when scaled. Then lo's error of up to 2^-25 may
+//     be more than 2^-23 of the value, the error that splitting has anyway.
+//   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
+//     2^-10. If two rows have c coarse values, taken together, the sum changes by less than c * 2^-10.
+//   - A sum may err by 2^-24 of itself, as float32 does. If |sum| is c * 2^14 or more, this error is c * 2^-10 or more:
+//     the coarse values do no harm.
+//   - So split_rows counts each row's coarse values and stores that number times 2^14 as the row's `threshold`. If
+//     |sum| is below its two rows' thresholds added up, the epilogue recomputes it in float32, from x and W. By an
+//     estimate that happens to 3 of 10^6 sums of normally distributed operands at K = 8192, less often at smaller K.
+//   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `inverse_scale` of up to
+//     2^60 they are finite. A row with a finite value of 2^75 or more has an `inverse_scale` above 2^60. So its
+//     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
+//     is -infinity. Its sums are 0 or not finite, and are not recomputed. (With a threshold of +infinity it adds up to
+//     NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf. So would the norm;
+//     but gradients are NaN where SGEMM's are infinite.)
+//
+// Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
+// of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
+//
+//     quarter         0             1              2             3
+//                | hi of 0..15 | hi of 16..31 | lo of 0..15 | lo of 16..31 |
+//
+// PIECES is the number of a value's pieces: 2, or 1 in linear_swish_group_norm where TF32 is allowed. If it is 1, a
+// line is hi of 64 values, cuBLAS multiplies, and hi hi' is the whole product, as hi has TF32's 11 bits. (Rounding to
+// 11 bits errs by more, so smaller thresholds would do, as in hopper/linear_*.py.)
+//
+// Tiles. A block of four warps computes a tile of C, 64 rows by 128 columns. Two blocks share an SM: while one waits,
+// or is in its epilogue, the other multiplies. A stage is 24 KiB of shared memory, and holds one line each of the
+// tile's 64 rows of A and 128 rows of B. cp.async fills three stages in turn: while line L of each row is multiplied,
+// lines L + 1 and L + 2 arrive. Line L + 3 follows as soon as all warps have read L.
+//
+// Swizzle. ldmatrix reads one 16-byte chunk of each of eight rows at once. A row of a stage has 128 bytes, which is all
+// 32 banks of shared memory. If chunk c were at the same place in all rows, the eight would lie in the same four banks
+// and be read one after another. So chunk c of row r is stored at place c ^ (r % 8):
+//
+//     place             0 1 2 3 4 5 6 7
+//     chunk in row 0    0 1 2 3 4 5 6 7
+//     chunk in row 1    1 0 3 2 5 4 7 6
+//     chunk in row 2    2 3 0 1 6 7 4 5
+//     ...
+//     chunk in row 7    7 6 5 4 3 2 1 0
+//
+// So chunk 0 is at place r % 8 of row r. Chunk 3 of row 5 is at place 3 ^ 5 = 6, which is byte 5 * 128 + 6 * 16 = 736.
+//
+// MN-major: neighbours in memory have the same k, not the same row. The gradients are C = A B, where B is (K, columns
+// of C): a line holds 32 columns of one of its rows. Beside A's 64 lines, a stage holds 32 rows of B, four lines of
+// each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
+// transposes B on its way to registers.
+
+constexpr int kLineK = 32;  // K of a stage: a line holds two pieces each of 32 values
+constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
+constexpr int kTileRows = 64, kTileColumns = 128;
+constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
+constexpr int kStageBytes = (kTileRows + kTileColumns) * kLineBytes;
+constexpr int kBandHeight = 16;  // in tiles (see multiply): 32 MiB of A's pieces at K = 8192, which L2 holds
+constexpr int kLinesPerScale = 4;  // in the gradients every four lines of a row of A, 128 of K, have their own scale
+// Four warps, two down and two across. A warp computes 32 rows and 64 columns of the tile. A thread keeps 64 sums and
+// as many accumulators in registers: 128 of the 255 that it may have.
+constexpr int kMultiplyThreads = 128;
+constexpr int kMmasDown = 2, kMmasAcross = 8;  // of 16 rows and 8 columns each: a warp's 32 rows and 64 columns
+// The fp16 numbers that a row of k values takes: its pieces, rounded up to whole lines.
+static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
+    return divide_up(k * pieces, kLineHalves) * kLineHalves;
+}
+__device__ __forceinline__ float finite_magnitude(float v) { return fabsf(v) < INFINITY ? fabsf(v) : 0; }
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
+// The exponent of the power of two that brings `largest` to [2^14, 2^15). At most 126, so that this scale and its
+// inverse are normal numbers. So a `largest` below 2^-112 stays below 2^14 when scaled.
+__device__ __forceinline__ int scale_exponent(float largest) {
+    return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
+}
+// Splits two neighbouring scaled values of a row, `index` (even) and index + 1, and stores their pieces in its lines.
+template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int64_t index, float a, float b) {
+    constexpr int kValues = kLineHalves / PIECES;
+    const __half2 hi = __floats2half2_rn(a, b);
+    auto* const to = reinterpret_cast<__half2*>(row + index / kValues * kLineHalves + index % kValues);
+    to[0] = hi;
+    if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
+}
+// Splits rows of k values: first the m of x, then those of W. Block r finds the largest finite magnitude of row r; then
+// it scales and splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. For the second step each of
+// its at most 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values
+// were read twice, the forward would take 2% to 7% longer on an H200.)
+constexpr int kThreadPairs = 16;  // pairs of neighbouring values that a thread keeps in registers
+template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
+    const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* inverse_scale, float* threshold) {
+    // The bits of the largest magnitude: for non-negative floats the unsigned order of the bits is that of the floats.
+    __shared__ unsigned largest_bits;
+    __shared__ int coarse_count;  // of the row
+    const int64_t row = blockIdx.x, stride = stride_of(k, PIECES);
+    const float* const row_values = row < m ? x + row * k : w + (row - m) * k;
+    __half* const row_pieces = pieces + row * stride;
+    const int step = 2 * blockDim.x, first_value = 2 * threadIdx.x, padded_k = int(stride / PIECES);
+    const auto load_pair = [&](int i) {  // values i and i + 1 of the row, i even; zeros beyond its end
+        if (i >= k) return make_float2(0, 0);
+        if (k % 2 == 0) return *reinterpret_cast<const float2*>(row_values + i);
+        return make_float2(row_values[i], i + 1 < k ? row_values[i + 1] : 0);
+    };
+    float2 pairs[kThreadPairs];
+#pragma unroll
+    for (int p = 0; p < kThreadPairs; ++p) pairs[p] = load_pair(first_value + p * step);
+    const auto for_each_pair = [&](const auto& use) {  // of this thread; beyond the row they are zeros
+#pragma unroll
+        for (int p = 0; p < kThreadPairs; ++p) use(first_value + p * step, pairs[p]);
+        for (int i = first_value + kThreadPairs * step; i < padded_k; i += step) use(i, load_pair(i));
+    };
+    if (threadIdx.x == 0) largest_bits = coarse_count = 0;
+    __syncthreads();
+    float largest = 0;
+    for_each_pair([&](int, const float2& pair) {
+        largest = fmaxf(largest, fmaxf(finite_magnitude(pair.x), finite_magnitude(pair.y)));
+    });
+    largest = reduce(largest, 32, fmaxf);
+    if (threadIdx.x % 32 == 0) atomicMax(&largest_bits, __float_as_uint(largest));
+    __syncthreads();
+    const int exponent = scale_exponent(__uint_as_float(largest_bits));
+    const float scale = power_of_two(exponent);
+    int thread_coarse_count = 0;
+    for_each_pair([&](int i, const float2& pair) {
+        if (i >= padded_k) return;  // zeros beyond the row's last line; those within it are stored
+        const float a = pair.x * scale, b = pair.y * scale;
+        thread_coarse_count += (pair.x != 0 && fabsf(a) < 0x1p-2f) + (pair.y != 0 && fabsf(b) < 0x1p-2f);
+        store_pieces<PIECES>(row_pieces, i, a, b);
+    });
+    if (thread_coarse_count > 0) atomicAdd(&coarse_count, thread_coarse_count);
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    inverse_scale[row] = power_of_two(-exponent);
+    // An exponent below -60: `inverse_scale` is above 2^60. Largest bits of 0: there is no finite value other than 0.
+    threshold[row] = exponent < -60 ? INFINITY : largest_bits == 0 ? -INFINITY : coarse_count * 0x1p14f;
+}
+
+// Starts a copy of 16 bytes from device to shared memory, past L1. If !exists, writes zeros and reads nothing.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+        :
+        : "r"(to), "l"(from), "r"(exists ? 16 : 0)
+        : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+template <int PENDING> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
+}
+// Loads four 8 x 8 matrices of fp16 numbers. Lane 8 i + j points at row j of matrix i in shared memory.
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+    if constexpr (TRANSPOSED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(from)
+            : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(from)
+            : "memory");
+    }
+}
+// d += a b, by all lanes of a warp: 16 rows and 8 columns of C, 16 of K.
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Rows of pieces in device memory, `stride` fp16 numbers from one to the next.
+struct Operand {
+    const __half* pieces;
+    int rows;
+    int64_t stride;
+};
+// This thread's part of the copies to the stages: the same 16-byte chunk of every 16th row, so that eight threads copy
+// a row's 128 bytes. Where A or B has no such row or, MN-major, B no such line, cp.async reads nothing and writes zeros
+// to the stage. Past the last line of K, start copies nothing, but moves from_a and from_b past the end, unread.
+template <bool MN_MAJOR> struct StageCopies {
+    static constexpr int kRowStep = kMultiplyThreads / 8;
+    const Operand &a, &b;
+    int first_row, first_column, columns, lines;
+    int stage_row = threadIdx.x / 8;  // the first of this thread's rows of a stage
+    uint32_t to_stages;  // where this thread's first chunk goes in the first stage
+    const __half *from_a, *from_b;
+    __device__ __forceinline__ StageCopies(
+        const Operand& a, const Operand& b, int first_row, int first_column, int columns, int lines, uint32_t stages)
+        : a(a), b(b), first_row(first_row), first_column(first_column), columns(columns), lines(lines) {
+        const int chunk = threadIdx.x % 8;
+        to_stages = stages + stage_row * kLineBytes + (chunk ^ stage_row % 8) * 16;
+        from_a = a.pieces + (first_row + stage_row) * a.stride + chunk * 8;
+        from_b = b.pieces +
+            (MN_MAJOR ? stage_row * b.stride + first_column * 2 : (first_column + stage_row) * b.stride) + chunk * 8;
+    }
+    __device__ __forceinline__ void start(int line) {  // must be called for line 0, 1, 2, ... in this order
+        const uint32_t to = to_stages + line % kStages * kStageBytes;
+#pragma unroll
+        for (int i = 0; i < kTileRows && line < lines; i += kRowStep) {
+            copy_async(to + i * kLineBytes, from_a + i * a.stride, first_row + stage_row + i < a.rows);
+        }
+#pragma unroll
+        for (int i = 0; i < kTileColumns && line < lines; i += kRowStep) {
+            // MN-major: copies line mn_line of the row of B that is mn_row below stage_row.
+            const int mn_line = i / kLineK, mn_row = i % kLineK;
+            const __half* const source = from_b + (MN_MAJOR ? mn_row * b.stride + mn_line * kLineHalves : i * b.stride);
+            const bool mn_row_exists = line * kLineK + stage_row + mn_row < b.rows;
+            const bool mn_exists = mn_row_exists && (first_column + mn_line * kLineK) * 2 < b.stride;
+            const bool exists = MN_MAJOR ? mn_exists : first_column + stage_row + i < columns;
+            copy_async(to + (kTileRows + i) * kLineBytes, source, exists);
+        }
+        from_a += kLineHalves;
+        from_b += MN_MAJOR ? kLineK * b.stride : kLineHalves;
+        commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
+    }
+};
+// Loads a quarter from a stage, as operands of mma. to[i] gets numbers 16 i to 16 i + 15 of the warp's rows of A or,
+// from B, of its columns of C. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
+//
+//     lanes    0..7                     8..15                    16..23                   24..31
+//     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
+//     B        columns 0..7, K 0..7     columns 0..7, K 8..15    columns 8..15, K 0..7    columns 8..15, K 8..15
+//
+// Not MN-major, quarters 0 and 1 are hi of K 0..15 and 16..31, and quarters 2 and 3 their lo. A row of the stage is a
+// row of A or of B (a column of C). MN-major, `quarter` has the same meaning, but is no quarter of a stored line: a row
+// of the stage is 32 columns of one k. So 16 of K are 16 rows, and a warp's 64 columns are two lines. to[i] gets hi or
+// lo of 16 columns: those of half i % 2 of line i / 2. A lane starts at chunk c, which is 0 or 1, and wants chunk c + s
+// with an even s. As c + s = c ^ s, this chunk lies at `from` ^ 16 s: (c ^ s) ^ (r % 8) = (c ^ (r % 8)) ^ s. This needs
+// stages that begin at multiples of 128 bytes.
+template <bool MN_MAJOR, int COUNT> __device__ __forceinline__ void load_quarter(
+    uint32_t (&to)[COUNT][4], uint32_t from, int quarter) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int xor_bytes = MN_MAJOR ? quarter / 2 * 64 + i % 2 * 32 : quarter * 32;
+        const int row_offset = MN_MAJOR ? i / 2 * kLineK + quarter % 2 * 16 : i * 16;
+        load_matrices<MN_MAJOR>(to[i], (from ^ xor_bytes) + row_offset * kLineBytes);
+    }
+}
+__device__ __forceinline__ void multiply_add(float (&acc)[kMmasDown][kMmasAcross][4], const uint32_t (&a)[kMmasDown][4],
+    const uint32_t (&b)[kMmasAcross / 2][4]) {
+#pragma unroll
+    for (int i = 0; i < kMmasDown; ++i) {
+#pragma unroll
+        for (int j = 0; j < kMmasAcross; ++j) mma(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+    }
+}
+// Row and column of sum [i][j] of a thread's 4 x 16, from those of its sum [0][0].
+__device__ __forceinline__ int row_of(int thread_row, int i) { return thread_row + i * 8; }
+__device__ __forceinline__ int column_of(int thread_column, int j) { return thread_column + j / 2 * 8 + j % 2; }
+// C = A B^T or, MN_MAJOR, C = A B. C is (A's rows, columns). K is `lines` lines. After every `lines_per_restart` lines
+// the accumulators are multiplied by inverse_scale[line / kLinesPerScale * scale_stride + A's row], where `line` is the
+// first of these lines, and added to the sums. (With scale_stride 0 a row of A has one scale. In the forward the
+// epilogue multiplies by the inverse_scale of B's rows; in the gradients split_gradient has multiplied A by it.) At the
+// end each thread calls epilogue(thread_row, thread_column, values) once, with its 4 x 16 sums, some of which may be
+// outside C. Four neighbouring lanes together hold 64 consecutive columns of the same four rows.
+template <bool MN_MAJOR, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 2) multiply(
+    const __grid_constant__ Operand a, const __grid_constant__ Operand b, const float* __restrict__ inverse_scale,
+    int scale_stride, int columns, int lines, int lines_per_restart, const __grid_constant__ Epilogue epilogue) {
+#if __CUDA_ARCH__ < 800
+    __trap();  // there is no cp.async
+#else
+    extern __shared__ __align__(128) unsigned char stages[];
+    const uint32_t base = uint32_t(__cvta_generic_to_shared(stages));
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 64 * 32, warp_column = threadIdx.x / 32 % 2 * 64;
+    // Blocks compute the tiles of a band, kBandHeight rows of tiles, column by column. So L2 still holds the band's
+    // part of A, and the column's part of B, when the next tile needs them.
+    const int tiles_across = int(divide_up(columns, kTileColumns)), tiles_down = int(divide_up(a.rows, kTileRows));
+    const int band_tiles = kBandHeight * tiles_across, band_start = blockIdx.x / band_tiles * kBandHeight;
+    const int index_in_band = blockIdx.x % band_tiles, band_height = min(kBandHeight, tiles_down - band_start);
+    const int first_column = index_in_band / band_height * kTileColumns;
+    const int first_row = (band_start + index_in_band % band_height) * kTileRows;
+    StageCopies<MN_MAJOR> copies(a, b, first_row, first_column, columns, lines, base);
+    // Three slots of registers for quarters. Slot 0 holds hi of K 0..15, and slot 1 hi of K 16..31. Slot 2 holds lo of
+    // K 0..15 first, and lo of K 16..31 later.
+    uint32_t slot_a[3][kMmasDown][4], slot_b[3][kMmasAcross / 2][4];
+    const int row_b = MN_MAJOR ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = MN_MAJOR ? lane / 16 : lane / 8 % 2;
+    // MN-major too, the warp's part of B begins warp_column rows of the stage down: 64 columns are two lines of 32 rows
+    // each.
+    const uint32_t address_a = base + (warp_row + lane % 16) * kLineBytes + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t address_b = base + (kTileRows + warp_column + row_b) * kLineBytes + (chunk_b ^ lane % 8) * 16;
+    const auto load_a = [&](int slot, uint32_t stage_offset, int quarter) {
+        load_quarter<false>(slot_a[slot], address_a + stage_offset, quarter);
+    };
+    const auto load_b = [&](int slot, uint32_t stage_offset, int quarter) {
+        load_quarter<MN_MAJOR>(slot_b[slot], address_b + stage_offset, quarter);
+    };
+    for (int line = 0; line < kStages; ++line) copies.start(line);
+    wait_copies<kStages - 1>();
+    __syncthreads();
+    load_a(2, 0, 2);
+    load_b(0, 0, 0);
+    float sum[4][16] = {};
+    int line = 0;
+    do {
+        float acc[kMmasDown][kMmasAcross][4] = {}, inverse_scale_a[4];  // of the thread's four rows of A
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = min(row_of(first_row + warp_row + lane / 4, i), a.rows - 1);
+            inverse_scale_a[i] = inverse_scale[int64_t(line / kLinesPerScale) * scale_stride + row];
+        }
+        const int end = min(line + lines_per_restart, lines);
+        // A line's products of A and B in order, with hi0 for hi of K 0..15 and hi1 for hi of K 16..31:
+        //     lo0 hi0,   hi0 lo0,   lo1 hi1,   hi1 lo1,   then the barrier,   hi0 hi0,   hi1 hi1
+        // A tensor core drops bits below the last bit of the largest number in its sum, usually the accumulator. So the
+        // small products come first, which helps in the first line after a restart, while the accumulator is small.
+        // Loads come before the multiply_add that they overlap.
+        for (; line < end; ++line) {
+            const uint32_t stage_offset = line % kStages * kStageBytes;
+            const uint32_t next_offset = (line + 1) % kStages * kStageBytes;
+            load_a(0, stage_offset, 0);
+            load_b(2, stage_offset, 2);
+            multiply_add(acc, slot_a[2], slot_b[0]);
+            load_a(2, stage_offset, 3);
+            load_b(1, stage_offset, 1);
+            multiply_add(acc, slot_a[0], slot_b[2]);
+            load_a(1, stage_offset, 1);
+            load_b(2, stage_offset, 3);
+            multiply_add(acc, slot_a[2], slot_b[1]);
+            multiply_add(acc, slot_a[1], slot_b[2]);
+            // After the wait this thread's copies of line + 1 have arrived. After the barrier all threads' copies of
+            // line + 1 have arrived. All warps have read this line, too, as the last two multiply_adds read registers
+            // alone. So copies.start may overwrite its stage. (The last round's loads from next_offset get old numbers
+            // or, with fewer than three lines, uninitialised ones. They are not used.)
+            wait_copies<kStages - 2>();
+            __syncthreads();
+            copies.start(line + kStages);
+            multiply_add(acc, slot_a[0], slot_b[0]);
+            load_a(2, next_offset, 2);
+            load_b(0, next_offset, 0);
+            multiply_add(acc, slot_a[1], slot_b[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 16; ++j)
+                sum[i][j] = fmaf(acc[i / 2][j / 2][i % 2 * 2 + j % 2], inverse_scale_a[i], sum[i][j]);
+        }
+    } while (line < lines);
+    epilogue(first_row + warp_row + lane / 4, first_column + warp_column + lane % 4 * 2, sum);
+#endif
+}
+// Stores a thread's sums to C (m, n), leaving out what lies outside C.
+__device__ __forceinline__ void store_values(
+    float* c, int thread_row, int thread_column, int m, int n, const float (&values)[4][16]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = row_of(thread_row, i);
+        float* const c_row = c + row * int64_t(n);
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            const int column = column_of(thread_column, j);
+            const float first = values[i][j], second = values[i][j + 1];
+            const bool stores_first = row < m && column < n, stores_second = row < m && column + 1 < n;
+            if (stores_first && n % 2 == 0) *reinterpret_cast<float2*>(c_row + column) = make_float2(first, second);
+            if (stores_first && n % 2 == 1) c_row[column] = first;
+            if (stores_second && n % 2 == 1) c_row[column + 1] = second;
+        }
+    }
+}
+// Turns a thread's sums of x W^T into h = x W^T + b, in an epilogue, and recomputes sums below their limit: their two
+// rows' thresholds added up, scaled as the sum is. All lanes of a warp must call to_h, as they recompute together.
+struct LinearLayer {
+    const float *x, *weight, *linear_bias;
+    int m, n, k;
+    const float *inverse_scale, *threshold;  // of x's m rows, then of W's n rows
+    // The sums are already multiplied by inverse_scale of x's row, not yet by that of W's.
+    __device__ __forceinline__ void to_h(int thread_row, int thread_column, float (&values)[4][16]) const {
+        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its limit, or its limit is infinite
+        float inverse_scale_x[4], threshold_x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = row_of(thread_row, i);
+            inverse_scale_x[i] = row < m ? inverse_scale[row] : 1;
+            threshold_x[i] = row < m ? threshold[row] : -INFINITY;
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const int column = column_of(thread_column, j), row_w = min(column, n - 1);
+            const float inverse_scale_w = inverse_scale[m + row_w], bias_w = linear_bias[row_w];
+            const float threshold_w = column < n ? threshold[m + row_w] : -INFINITY;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float limit = (threshold_x[i] + threshold_w) * inverse_scale_x[i];
+                if (fabsf(values[i][j]) < limit || limit == INFINITY) to_recompute |= uint64_t(1) << (16 * i + j);
+                values[i][j] = fmaf(values[i][j], inverse_scale_w, bias_w);
+            }
+        }
+        // The warp recomputes its lanes' sums one at a time: all 32 lanes compute one, and its owner keeps it. (The
+        // loop over constant indices keeps `values` in registers.)
+        while (const unsigned lanes = __ballot_sync(~0u, to_recompute != 0)) {
+            const int owner = __ffs(lanes) - 1;
+            const int index = __shfl_sync(~0u, __ffsll(to_recompute) - 1, owner);
+            const int64_t row_x = row_of(__shfl_sync(~0u, thread_row, owner), index / 16);
+            const int64_t row_w = __shfl_sync(~0u, column_of(thread_column, index % 16), owner);
+            float sum = 0;
+#pragma unroll 1
+            for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[row_x * k + i], weight[row_w * k + i], sum);
+            sum = reduce(sum, 32, __fadd_rn) + linear_bias[row_w];
+            if (threadIdx.x % 32 != owner) continue;
+            to_recompute &= to_recompute - 1;  // clears the lowest bit
+#pragma unroll
+            for (int i = 0; i < 64; ++i) {
+                float& value = values[i / 16][i % 16];
+                value = i == index ? sum : value;
+            }
+        }
+    }
+};
+
+// ---- Launching the product ----
+template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
+    const float* inverse_scale, int scale_stride, int columns, int64_t terms, const Epilogue& epilogue,
+    cudaStream_t stream) {
+    constexpr int kBytes = kStages * kStageBytes;
+    const auto kernel = multiply<MN_MAJOR, Epilogue>;
+    const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    const unsigned tiles = unsigned(divide_up(a.rows, kTileRows) * divide_up(columns, kTileColumns));
+    // See Restarts. lines_per_restart divides kLinesPerScale, as the scale may change after these.
+    const int lines = int(stride_of(terms, 2) / kLineHalves);
+    const int lines_per_restart = terms < 1024 ? 1 : terms < 4096 ? 2 : 4;
+    kernel<<<tiles, kMultiplyThreads, kBytes, stream>>>(
+        a, b, inverse_scale, scale_stride, columns, lines, lines_per_restart, epilogue);
+    return cudaGetLastError();
+}
+// Splits x (m, k) and W, `rows` rows in all. inverse_scales_thresholds (2, rows): their inverse_scale, then threshold.
+template <int PIECES> static void launch_split(const float* x, const float* w, int64_t m, int64_t rows, int64_t k,
+    __half* pieces, float* inverse_scales_thresholds, cudaStream_t stream) {
+    int threads = 32;  // becomes the fewest that keep a whole row in registers, or 256
+    while (threads < 256 && 2 * kThreadPairs * threads < k) threads *= 2;
+    split_rows<PIECES><<<unsigned(rows), threads, 0, stream>>>(
+        x, w, int(m), int(k), pieces, inverse_scales_thresholds, inverse_scales_thresholds + rows);
+}
+
+// ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py here. ----
+//
+// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B has its own scale
+// and gives every sum one term, so no one factor can undo the scales afterwards. So G is multiplied by those rows'
+// inverse_scale before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
+// with small values is scaled up like any other: its inverse_scale makes G's column (or row) small instead.
+//
+// Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
+// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. No sum is
+// recomputed, so B's thresholds are not used: a coarse value of A or B is off by at most 2^-25 when scaled. That is
+// 2^-39 of the largest value that shares its scale, and 2^-20 of a value that is 2^19 times smaller. So where values of
+// a row of B, or the inverse_scale of 128 neighbouring rows, differ by factors of 2^19 or more, as with a feature in
+// seconds since 1970, or where G times an inverse_scale is below 2^-112, the gradients of the small ones are less
+// accurate than SGEMM's.
+//
+//                      for dX                        for dW
+//     row of A         a row of G, K = n             a column of G, K = m
+//     B, split         W (n, k)                      x (m, k)
+//     inverse_scale_a  [n / 128, rounded up][m]      [m / 128, rounded up][n]
+constexpr int kSquareSide = 128;  // a block splits a square of G, of as many rows and columns
+static_assert(kSquareSide == kLinesPerScale * kLineK, "a block knows all values that have one scale");
+constexpr int kSquareStride = kSquareSide + 1;  // floats from row to row in shared memory: odd, against bank conflicts
+constexpr int kSplitGradientThreads = 256;
+// A block reads its square of G (m, n) to shared memory, with zeros outside G. Then every 16 lanes take one row of A
+// after another: 128 values, of which a lane has two neighbours of every 32. They multiply the values by the
+// inverse_scale_b of B's rows, find the largest, scale and split them, and write four lines of pieces and one
+// inverse_scale_a.
+__global__ void __launch_bounds__(kSplitGradientThreads)
+    split_gradient(const float* __restrict__ g, int m, int n, bool wgrad, const float* __restrict__ inverse_scale_b,
+        __half* __restrict__ pieces, float* __restrict__ inverse_scale_a) {
+    extern __shared__ float square[];
+    const int first_row = blockIdx.y * kSquareSide, first_column = blockIdx.x * kSquareSide;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < kSquareSide * kSquareSide; i += kSplitGradientThreads) {
+        const int row = first_row + i / kSquareSide, column = first_column + i % kSquareSide;
+        square[i / kSquareSide * kSquareStride + i % kSquareSide] =
+            row < m && column < n ? g[int64_t(row) * n + column] : 0;
+    }
+    __syncthreads();
+    // The distances in shared memory from one row of A to the next, and along a row from one value to the next.
+    const int row_stride = wgrad ? 1 : kSquareStride, k_stride = wgrad ? kSquareStride : 1;
+    const int rows = wgrad ? n : m, terms = wgrad ? m : n, row_lane = threadIdx.x % 16;
+    const int first_a_row = wgrad ? first_column : first_row, first_k = wgrad ? first_row : first_column;
+    const int64_t stride = stride_of(terms, 2);
+    for (int i = threadIdx.x / 16; i < kSquareSide; i += kSplitGradientThreads / 16) {
+        const int row = first_a_row + i;
+        float values[kSquareSide / 16], largest = 0;
+#pragma unroll
+        for (int j = 0; j < kSquareSide / 16; ++j) {
+            const int k_in_square = j / 2 * 32 + row_lane * 2 + j % 2;
+            const float factor = first_k + k_in_square < terms ? inverse_scale_b[first_k + k_in_square] : 0;
+            values[j] = square[i * row_stride + k_in_square * k_stride] * factor;
+            largest = fmaxf(largest, finite_magnitude(values[j]));
+        }
+        const int exponent = scale_exponent(reduce(largest, 16, fmaxf));
+        const float scale = power_of_two(exponent);
+        if (row >= rows) continue;
+#pragma unroll
+        for (int j = 0; j < kSquareSide / 16; j += 2) {
+            const int k = first_k + j / 2 * 32 + row_lane * 2;
+            if (2 * k < stride) store_pieces<2>(pieces + row * stride, k, values[j] * scale, values[j + 1] * scale);
+        }
+        if (row_lane == 0) inverse_scale_a[int64_t(first_k / kSquareSide) * rows + row] = power_of_two(-exponent);
+    }
+}
+struct StoreProduct {  // the epilogue of the gradients: stores C as it is
+    float* out;
+    int m, n;
+    __device__ __forceinline__ void operator()(int thread_row, int thread_column, float (&values)[4][16]) const {
+        store_values(out, thread_row, thread_column, m, n, values);
+    }
+};
+// Writes dX = G W or, if wgrad, dW = G^T x to `out`. w_or_x is W (n, k) or x (m, k). The four after `out` are scratch.
+extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* w_or_x, float* out, void* pieces_a,
+    float* inverse_scale_a, void* pieces_b, float* inverse_scales_thresholds_b, int64_t m, int64_t n, int64_t k,
+    cudaStream_t stream) {
+    const int64_t rows = wgrad ? n : m, terms = wgrad ? m : n;  // A is (rows, terms), B (terms, k)
+    __half *const halves_a = static_cast<__half*>(pieces_a), *const halves_b = static_cast<__half*>(pieces_b);
+    launch_split<2>(w_or_x, nullptr, terms, terms, k, halves_b, inverse_scales_thresholds_b, stream);
+    constexpr int kBytes = kSquareSide * kSquareStride * int(sizeof(float));
+    const int error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (error != cudaSuccess) return error;
+    const dim3 blocks(unsigned(divide_up(n, kSquareSide)), unsigned(divide_up(m, kSquareSide)));
+    split_gradient<<<blocks, kSplitGradientThreads, kBytes, stream>>>(
+        g, int(m), int(n), wgrad, inverse_scales_thresholds_b, halves_a, inverse_scale_a);
+    const Operand a = {halves_a, int(rows), stride_of(terms, 2)}, b = {halves_b, int(terms), stride_of(k, 2)};
+    const StoreProduct epilogue = {out, int(rows), int(k)};
+    return launch_multiply<true>(a, b, inverse_scale_a, int(rows), int(k), terms, epilogue, stream);
 }
 
 // ---- The product's epilogue: stores h = x W^T + bias ----
@@ -1271,7 +1275,7 @@ def _gradient_product(g: torch.Tensor, w_or_x: torch.Tensor, wgrad: bool, by_pie
 def _in_float32(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether 16-bit inputs are computed in float32, and only the output is rounded.
 
-    On a CPU from 32 rows on, below which that is no faster. An exported program does so for any number of rows, as a
+    On a CPU from 32 rows on, as with fewer that is no faster. An exported program does so for any number of rows, as a
     condition on that number would restrict it. On a GPU if the product is small and dX or the bias's gradient has fewer
     than 64 values. Each value is a long sum whose terms cancel (each row of G is orthogonal to that of h). Errors of
     rounding do not average out over so few values: for one row in float16, the error of dX was 70 times eager's. For

@@ -7,21 +7,21 @@
 
 The fast path is taken (`_is_supported`) when h, the linear layer's output, is 2-D; bias, gamma and beta have one value
 per feature, and there are at most `_MAX_SIZE` features; all are of one dtype, float32, float16 or bfloat16; a group has
-16, 32, 64, 128 or, on a GPU, 8 features; and there are no hooks, patches, autocast, transforms or tracing, and no
-export to ONNX or with grad mode on. Everything else, and whatever needs gradients on a CPU, takes the plain path: the
-Model's own lines (on a CPU perhaps in float32: `_is_upcast`). With hooks on the linear layer alone, what follows it is
-still fused if nothing needs gradients.
+16, 32, 64, 128 or, on a GPU, 8 features; and nothing is hooked, patched, autocast, transformed or traced, nor exported
+to ONNX or with grad mode on. Everything else, and whatever needs gradients on a CPU, takes the plain path: the Model's
+own lines (on a CPU perhaps in float32: `_is_upcast`). With hooks on the linear layer alone, what follows it is still
+fused if nothing needs gradients.
 
 On a GPU the product x W^T is done in one of three ways:
-  - nn.Linear (cuBLAS) does all 16-bit products, and float32 ones whose size `_is_large` refuses, that no other way
-    makes faster (`_split_pays`), or whose layer is not on the fast path. With grad mode off Python launches it before
-    it checks the rest, so that the GPU starts early.
+  - nn.Linear (cuBLAS) does all 16-bit products, and a float32 one if its size is not for a split (`_is_large`), if no
+    other way is faster (`_split_pays`) or if its layer is not on the fast path. With grad mode off Python launches the
+    layer before it checks the rest, so that the GPU starts early.
   - Without TF32, for other float32 products each number is split into two fp16 numbers, and tensor cores do three fp16
     products in place of the float32 one. The result is at least as accurate as cuBLAS's. (Gradients are, too, unless
-    features or rows differ by factors above 2^19: see "The gradients dX = G W".)
-  - Where TF32 is allowed, other float32 products with groups of 64 features are done in fp16 on the conditions of
-    `_split_pays`: each number is scaled and rounded to fp16, which has TF32's 11 bits, and cuBLAS multiplies these, at
-    twice the rate of TF32.
+    features or rows differ by factors of 2^19 or more: see "The gradients dX = G W".)
+  - Where TF32 is allowed, other float32 products with groups of 64 features are done in fp16 where `_split_pays` says
+    so: each number is scaled and rounded to fp16, which has TF32's 11 bits, and cuBLAS multiplies these, at twice the
+    rate of TF32.
 If groups have 64 features, the second way's kernel, `multiply`, does all that follows in its epilogue. After the third
 way the kernel `apply_epilogue` calls the same epilogue. Otherwise the kernel `finish_groups` turns h into the output.
 
@@ -30,13 +30,13 @@ gamma and beta. Then dX = G W and dW = G^T x: large ones by three fp16 products 
 others by cuBLAS.
 
 On a CPU, nn.Linear computes h, and threads finish its groups; float32 groups of 16 only if h is small or large
-(`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). Read "The groups of
-linear_swish_group_norm" in CUDA_SOURCE first. For compute capability 9.0 hopper/linear_swish_group_norm.py is faster.
+(`_is_supported`). 16-bit inputs are computed in float32 where that is faster (`_is_upcast`). CUDA_SOURCE begins with
+the groups; then comes the product. For compute capability 9.0 hopper/linear_swish_group_norm.py is faster.
 
 At the benchmark shape, x (32768, 1024) and 4096 features, a product is 275 GFLOP; without TF32 three fp16 ones replace
 it. x, W and the output take 0.69 GB; the split reads 0.15 GB and writes 0.15 GB. `python harness.py
 linear_swish_group_norm --backward`, H200: float32 2.22 ms, 3.70x eager, with backward 7.59 ms, 3.05x; TF32 allowed
-(`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.57 ms, 4.9x. Without TF32, GPUs not in
+(`--precision high`) 0.82 ms, 4.2x; bfloat16 (`--dtype bfloat16`) 0.56 ms, 4.9x. Without TF32, GPUs not in
 `_SPLIT_GPUS`, such as compute capability 8.6, get cuBLAS's float32 product. An H200 that was made to do so was 1.43
 times as fast as eager.
 """
@@ -57,13 +57,232 @@ from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #line 1 "CUDA_SOURCE in linear_swish_group_norm.py"
-// Begin with "The groups of linear_swish_group_norm". The sections before it are the product's.
 #undef __CUDA_NO_HALF_CONVERSIONS__  // PyTorch defines both; without them float(v) and T(v) convert all three types
 #undef __CUDA_NO_BFLOAT16_CONVERSIONS__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+// ---- What all sections use. The same text in both linear_*.py here. ----
+// V neighbouring values, which one instruction loads or stores.
+template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
+// Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
+template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, Op op) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
+    return v;
+}
+static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Of the functions that C++ calls, pointers are to device memory, 16-byte aligned. An int that they return is a
+// cudaError_t.
+template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
+    if (dtype == 0) call(float());
+    if (dtype == 1) call(__half());
+    if (dtype == 2) call(__nv_bfloat16());
+    return cudaGetLastError();
+}
+
+// ---- The groups of linear_swish_group_norm ----
+
+// The activation and its derivative. To use another, change `activation` and `activation_slope`, the lambda in
+// finish_group_cpu (C++), _swish_and_bias in Python, the Model, and the five places that hopper/'s file lists.
+// Importing this file compares the CPU's function with _swish_and_bias for |h| up to 9. harness.py compares the CPU's
+// and the GPU's results with the Model's. The activation's error must be small relative to its value, since a group of
+// small values is divided by its small spread. The slope must be finite for every finite h, as it is multiplied by G_v,
+// which may be 0. Two traps: where the sigmoid is near 0, a large h magnifies its absolute error; and an exp that
+// overflows makes 0 * infinity, NaN. (Mish is h t with l = min(h, 20), n = e^l (e^l + 2) and t = n / (n + 2), on the
+// CPU too. Its slope is t + l sigmoid(l) (1 - t) (1 + t) with 1 - t = 2 / (n + 2), as 1 - t^2 would be rounding. Of NaN
+// both must be NaN: for l use a comparison, not fminf.)
+//
+// As measured, the activation's relative error is up to 2^-22.4 for |h| < 1, rising to 2^-17.97 at h = -87. Below
+// -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
+__device__ __forceinline__ float sigmoid(float h) {
+    float e, s;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));  // 2^(-h log2 e) = e^-h
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
+    return s;
+}
+__device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
+__device__ __forceinline__ float activation_slope(float h) { return fmaf(activation(h), 1 - sigmoid(h), sigmoid(h)); }
+__device__ __forceinline__ float reciprocal_sqrt(float v) {
+    // rsqrtf is off by up to two ulps. A Newton step halves that, but would make NaN, 0 * infinity, of 0 and infinity.
+    const float r = rsqrtf(v);
+    return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
+}
+// `lanes` neighbouring lanes hold one group of a row, each COUNT of its values v = activation(h) + bias. Subtracts the
+// group's mean, rounded to float32, from v. The normalised values are then v * rstd + shift, where `shift` makes up for
+// that rounding.
+template <int COUNT> __device__ __forceinline__ void center_group(
+    float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
+    const float share = 1.0f / (lanes * COUNT);  // multiplies each term of the mean: the plain sum could overflow
+    float mean = 0, deviations = 0, squares = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
+    mean = reduce(mean, lanes, __fadd_rn);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        v[i] -= mean;
+        deviations += v[i];
+        squares = fmaf(v[i], v[i], squares);
+    }
+    const float mean_square = reduce(squares, lanes, __fadd_rn) * share;
+    float mean_lo = reduce(deviations, lanes, __fadd_rn) * share;  // what the rounding of the mean left over
+    if (isinf(mean_square)) mean_lo = 0;  // rstd is to be 0: an infinite mean_lo would make it NaN, by inf - inf
+    rstd = reciprocal_sqrt(fmaf(-mean_lo, mean_lo, mean_square) + eps);
+    shift = -mean_lo * rstd;
+}
+// Turns a thread's COUNT values h of a group into the output. bias, gamma and beta are those of the values' columns.
+template <int COUNT> __device__ __forceinline__ void finish_group(float (&values)[COUNT], const float (&bias)[COUNT],
+    const float (&gamma)[COUNT], const float (&beta)[COUNT], int lanes, float eps) {
+    float rstd, shift;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = activation(values[i]) + bias[i];
+    center_group(values, lanes, eps, rstd, shift);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = fmaf(fmaf(values[i], rstd, shift), gamma[i], beta[i]);
+}
+// Turns h (m, n) into the output where no epilogue does it, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring
+// lanes hold a group. A thread has one pack, 16 bytes of columns, in each of kThreadRows rows, so it loads their bias,
+// gamma and beta once.
+constexpr int kThreadRows = 4;  // so a thread has four loads of h in flight
+template <typename T> __global__ void __launch_bounds__(256)
+    finish_groups(const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma,
+        const T* __restrict__ beta, T* __restrict__ out, int64_t m, unsigned packs_of_row, float eps, int lanes) {
+    constexpr int V = 16 / sizeof(T);
+    const unsigned index = blockIdx.x * 256 + threadIdx.x, pack_column = index % packs_of_row;
+    const int64_t thread_row = int64_t(index / packs_of_row) * kThreadRows;
+    const auto load = [&](float (&to)[V], const T* from, int64_t row) {
+        const Pack<T, V> pack = reinterpret_cast<const Pack<T, V>*>(from)[row * packs_of_row + pack_column];
+#pragma unroll
+        for (int j = 0; j < V; ++j) to[j] = float(pack.value[j]);
+    };
+    float own_bias[V], own_gamma[V], own_beta[V], values[kThreadRows][V];
+    load(own_bias, bias, 0);
+    load(own_gamma, gamma, 0);
+    load(own_beta, beta, 0);
+    // All four loads are issued before any is used. In place of rows past the end the last row is read, and not stored.
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) load(values[r], h, min(thread_row + r, m - 1));
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+        finish_group(values[r], own_bias, own_gamma, own_beta, lanes, eps);
+        Pack<T, V> pack;
+#pragma unroll
+        for (int j = 0; j < V; ++j) pack.value[j] = T(values[r][j]);
+        const int64_t row = thread_row + r;
+        if (row < m) reinterpret_cast<Pack<T, V>*>(out)[row * packs_of_row + pack_column] = pack;
+    }
+}
+
+// The gradients. `grad` is the gradient of the output, z = (v - mean) * rstd, and d = grad * gamma is the gradient of
+// z. In each group the gradients of v and h are
+//
+//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * activation_slope(h)
+//
+// The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad z and grad.
+//
+// A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns, and `lanes` neighbouring
+// lanes a group. The block writes G to g, and the four sums over its rows to partials[blockIdx.x][4][n].
+constexpr int kBlockRows = 128;  // a column of a block has 4 sums, so `partials` has 4/128 as many values as G
+template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
+    const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
+    int m, int n, int lanes, float eps, T* __restrict__ g) {
+    __shared__ float warp_sums[8][4][128];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64_t first_row = int64_t(blockIdx.x) * kBlockRows;
+    const int first_column = blockIdx.y * 128, column = first_column + lane * 4;
+    const bool inside = column < n;
+    // Outside the n columns a lane has zeros, and goes on, since all 32 must take part in shuffles.
+    const auto load_pack = [&](const T* from, int64_t row) {
+        return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
+    };
+    const Pack<T, 4> own_bias = load_pack(bias, 0), own_gamma = load_pack(gamma, 0);
+    float sums[4][4] = {};  // of G, G_v, grad z and grad, for each of the lane's four columns
+#pragma unroll 2
+    for (int64_t row = first_row + warp; row < min(first_row + kBlockRows, int64_t(m)); row += 8) {
+        const Pack<T, 4> own_h = load_pack(h, row), own_grad = load_pack(grad, row);
+        Pack<T, 4> own_g;
+        const float share = 1.0f / (4 * lanes);
+        float z[4], d[4], rstd, shift, sum_d = 0, sum_dz = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) z[i] = activation(float(own_h.value[i])) + float(own_bias.value[i]);
+        center_group(z, lanes, eps, rstd, shift);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            z[i] = fmaf(z[i], rstd, shift);
+            const float grad_i = float(own_grad.value[i]);
+            sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
+            sums[3][i] += grad_i;
+            d[i] = grad_i * float(own_gamma.value[i]);
+            sum_d += d[i];
+            sum_dz = fmaf(d[i], z[i], sum_dz);
+        }
+        const float mean_d = reduce(sum_d, lanes, __fadd_rn) * share;
+        const float mean_dz = reduce(sum_dz, lanes, __fadd_rn) * share;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
+            const float g_i = g_v * activation_slope(float(own_h.value[i]));
+            sums[0][i] += g_i;
+            sums[1][i] += g_v;
+            own_g.value[i] = T(g_i);
+        }
+        if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = own_g;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) warp_sums[warp][i / 4][lane * 4 + i % 4] = sums[i / 4][i % 4];
+    __syncthreads();
+    for (int i = threadIdx.x; i < 4 * 128; i += 256) {
+        float total = 0;
+        for (int w = 0; w < 8; ++w) total += warp_sums[w][i / 128][i % 128];
+        const int sum_column = first_column + i % 128;
+        if (sum_column < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + sum_column] = total;
+    }
+}
+// Adds up the partial sums of group_gradients' blocks, in double. `partials` is (count, 4 n). A block owns 32 of the
+// 4 n columns, and a warp adds every eighth row of them.
+template <typename T> __global__ void __launch_bounds__(256)
+    add_partials(const float* __restrict__ partials, int count, int n, T* __restrict__ sums) {
+    __shared__ double warp_sums[8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    double sum = 0;
+#pragma unroll 4
+    for (int i = warp; i < count && column < 4 * n; i += 8) sum += partials[int64_t(i) * 4 * n + column];
+    warp_sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= 4 * n) return;
+    for (int w = 1; w < 8; ++w) sum += warp_sums[w][lane];
+    sums[column] = T(float(sum));
+}
+
+// Writes the network's output to out, from h (m, n), the linear layer's output.
+extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
+    int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+    return with_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const auto as = [](const void* p) { return static_cast<const T*>(p); };
+        constexpr int V = 16 / sizeof(T);
+        // The kernel's index is below 256 times the number of blocks. It fits 32 bits if there are at most 2^24 blocks
+        // of 16 KiB. That is not checked: with more, h and out would take over 512 GiB, more than a GPU has.
+        const unsigned blocks = unsigned(divide_up(divide_up(m, kThreadRows) * n / V, 256));
+        finish_groups<<<blocks, 256, 0, stream>>>(
+            as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V));
+    });
+}
+extern "C" int64_t partials_count(int64_t m) { return divide_up(m, kBlockRows); }
+// Writes G to g, and to `sums` (4, n) the gradients of the linear bias, bias, gamma and beta.
+extern "C" int launch_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
+    float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+    return with_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const auto as = [](const void* p) { return static_cast<const T*>(p); };
+        const dim3 blocks(unsigned(partials_count(m)), unsigned(divide_up(n, 128)));
+        group_gradients<T><<<blocks, 256, 0, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
+            int(n / groups / 4), eps, static_cast<T*>(g));
+        add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(
+            partials, int(blocks.x), int(n), static_cast<T*>(sums));
+    });
+}
 
 // ---- The product C = A B^T on tensor cores, as accurate as float32. The same text in both linear_*.py here. ----
 //
@@ -104,18 +323,18 @@ CUDA_SOURCE = r"""
 // grow with K. So a thread has two registers for each of its values of C: the accumulator, to which mma.sync adds, and
 // the sum. After every 32 of K the thread multiplies the accumulator by `inverse_scale` of A's row (which in the
 // gradients changes every 128 of K, so this cannot wait for the epilogue), adds it to the sum, in float32 with
-// rounding, and restarts it at zero. From K = 1024 on it does so after every 64, and from 4096 on after every 128,
+// rounding, and restarts it at zero. If K is 1024 or more it does so after every 64, if 4096 or more after every 128,
 // since SGEMM's errors grow with K as well. (With 64 in place of 32 the product would take 9% less time, and with 128
 // in place of 64 4% less. But then its errors could be 1.2 times SGEMM's.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Thresholds. A row's largest value is scaled to below 2^15. Of a value below 2^-2, 2^16 to 2^17 times smaller, lo has
-// too few bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of having 11 significant bits, so rounding errs
-// by up to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11 bits, but lo is at most 2^-14.) If other
-// terms make the sum large, that does no harm. If the sum is small, it may be wrong: in the forward a warp recomputes
-// it in float32. (If nearly all sums are such, as where W ignores a feature that is 2^20 times larger than the rest,
-// that takes far longer than SGEMM.)
+// Thresholds. A row's largest value is scaled to at least 2^14 and below 2^15. Of a value that is below 2^-2 when
+// scaled, over 2^16 times smaller, lo has too few bits: fp16 numbers below 2^-14 are multiples of 2^-24 instead of
+// having 11 significant bits, so rounding errs by up to 2^-25. (Of a value between 2^-14 and 2^-2, hi still has its 11
+// bits, but lo is at most 2^-14.) If other terms make the sum large, that does no harm. If the sum is small, it may be
+// wrong: in the forward a warp recomputes it in float32. (If nearly all sums are such, as where W ignores a feature
+// that is 2^20 times larger than the rest, that takes far longer than SGEMM.)
 //   - A value other than 0 is "coarse" if its magnitude is below 2^-2 when scaled. Then lo's error of up to 2^-25 may
 //     be more than 2^-23 of the value, the error that splitting has anyway.
 //   - A coarse value is multiplied by a value below 2^15, so its rounding changes the sum by less than 2^-25 * 2^15 =
@@ -128,9 +347,9 @@ CUDA_SOURCE = r"""
 //   - Scaled sums are below 2^15 2^15 K < 2^54, as check_product takes K below 2^24. Times an `inverse_scale` of up to
 //     2^60 they are finite. A row with a finite value of 2^75 or more has an `inverse_scale` above 2^60. So its
 //     threshold is +infinity, and its sums are recomputed. If a row's values are all 0, infinite or NaN, its threshold
-//     is -infinity. Its sums are 0 or not finite, and are not recomputed. (If the other row's threshold is +infinity,
-//     the two add up to NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf.
-//     So would the norm; the gradients are NaN where SGEMM's are infinite.)
+//     is -infinity. Its sums are 0 or not finite, and are not recomputed. (With a threshold of +infinity it adds up to
+//     NaN, and no sum is below NaN.) (With two pieces an infinity makes NaN, as its lo is inf - inf. So would the norm;
+//     but gradients are NaN where SGEMM's are infinite.)
 //
 // Lines. Pieces are stored in lines. A line holds hi and lo of 32 consecutive values of a row: 128 bytes, four quarters
 // of 16 numbers. One mma.sync multiplies a quarter of 16 rows of A by a quarter of 8 rows of B:
@@ -165,7 +384,7 @@ CUDA_SOURCE = r"""
 // each: the tile's 128 columns. First comes line 0 of all 32 rows, then line 1 of all, and so on. ldmatrix.trans
 // transposes B on its way to registers.
 
-constexpr int kLineK = 32;  // values of a row in a line, each as two pieces: what a stage has of K
+constexpr int kLineK = 32;  // K of a stage: a line holds two pieces each of 32 values
 constexpr int kLineHalves = 64, kLineBytes = kLineHalves * 2;  // fp16 numbers in a line, and their bytes: 128
 constexpr int kTileRows = 64, kTileColumns = 128;
 constexpr int kStages = 3;  // two blocks use 144 of the 164 KiB that an SM of 8.0 has (four stages: 2% slower, H200)
@@ -176,14 +395,6 @@ constexpr int kLinesPerScale = 4;  // in the gradients every four lines of a row
 // as many accumulators in registers: 128 of the 255 that it may have.
 constexpr int kMultiplyThreads = 128;
 constexpr int kMmasDown = 2, kMmasAcross = 8;  // of 16 rows and 8 columns each: a warp's 32 rows and 64 columns
-// V neighbouring values, which one instruction loads or stores.
-template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
-// Combines the v of each aligned group of `lanes` lanes, a power of two, by op. All 32 lanes must call it.
-template <class Op> __device__ __forceinline__ float reduce(float v, int lanes, Op op) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
-    return v;
-}
-static __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The fp16 numbers that a row of k values takes: its pieces, rounded up to whole lines.
 static __host__ __device__ constexpr int64_t stride_of(int64_t k, int pieces) {
     return divide_up(k * pieces, kLineHalves) * kLineHalves;
@@ -203,10 +414,10 @@ template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, 
     to[0] = hi;
     if (PIECES == 2) to[kValues / 2] = __floats2half2_rn(a - __low2float(hi), b - __high2float(hi));
 }
-// Splits rows of k values: first the m of x, then those of W. Block r finds the largest value of row r; then it scales
-// and splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. For the second step each of its at most
-// 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values were read
-// twice, the forward would take 2% to 7% longer on an H200.)
+// Splits rows of k values: first the m of x, then those of W. Block r finds the largest finite magnitude of row r; then
+// it scales and splits the row, and stores its pieces, inverse_scale[r] and threshold[r]. For the second step each of
+// its at most 256 threads keeps 32 values in registers. What a row has beyond 8192 values is read twice. (If all values
+// were read twice, the forward would take 2% to 7% longer on an H200.)
 constexpr int kThreadPairs = 16;  // pairs of neighbouring values that a thread keeps in registers
 template <int PIECES> __global__ void __launch_bounds__(256) split_rows(const float* __restrict__ x,
     const float* __restrict__ w, int m, int k, __half* __restrict__ pieces, float* inverse_scale, float* threshold) {
@@ -335,8 +546,8 @@ template <bool MN_MAJOR> struct StageCopies {
         commit_copies();  // past the last line an empty group, so that wait_copies counts one a line
     }
 };
-// Loads a quarter from a stage, as operands of mma. to[i] gets 16 of the warp's rows of A or, from B, 16 of its columns
-// of C, from number 16 i on. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
+// Loads a quarter from a stage, as operands of mma. to[i] gets numbers 16 i to 16 i + 15 of the warp's rows of A or,
+// from B, of its columns of C. `from` is where this lane points ldmatrix for i = 0 and quarter 0:
 //
 //     lanes    0..7                     8..15                    16..23                   24..31
 //     A        rows 0..7, K 0..7        rows 8..15, K 0..7       rows 0..7, K 8..15       rows 8..15, K 8..15
@@ -486,7 +697,7 @@ struct LinearLayer {
     const float *inverse_scale, *threshold;  // of x's m rows, then of W's n rows
     // The sums are already multiplied by inverse_scale of x's row, not yet by that of W's.
     __device__ __forceinline__ void to_h(int thread_row, int thread_column, float (&values)[4][16]) const {
-        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its limit, or that is infinite
+        uint64_t to_recompute = 0;  // bit 16 i + j: values[i][j] is below its limit, or its limit is infinite
         float inverse_scale_x[4], threshold_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -528,13 +739,7 @@ struct LinearLayer {
     }
 };
 
-// ---- Launching the product. Where a launch function returns an int, it is a cudaError_t. ----
-template <class Call> static int with_dtype(int dtype, const Call& call) {  // 0 float32, 1 float16, 2 bfloat16
-    if (dtype == 0) call(float());
-    if (dtype == 1) call(__half());
-    if (dtype == 2) call(__nv_bfloat16());
-    return cudaGetLastError();
-}
+// ---- Launching the product ----
 template <bool MN_MAJOR, class Epilogue> static int launch_multiply(const Operand& a, const Operand& b,
     const float* inverse_scale, int scale_stride, int columns, int64_t terms, const Epilogue& epilogue,
     cudaStream_t stream) {
@@ -561,17 +766,18 @@ template <int PIECES> static void launch_split(const float* x, const float* w, i
 
 // ---- The gradients dX = G W and dW = G^T x, of G, the gradient of h. The same text in both linear_*.py here. ----
 //
-// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B gives one term of
-// every sum, so a sum mixes scales, and no one factor can undo them afterwards. So G is multiplied by those rows'
+// A is G for dX, and G^T for dW. B is W, or x, split by split_rows and read MN-major. Each row of B has its own scale
+// and gives every sum one term, so no one factor can undo the scales afterwards. So G is multiplied by those rows'
 // inverse_scale before it is split: for dX column j by that of W's row j, for dW row i by that of x's row i. A row of B
 // with small values is scaled up like any other: its inverse_scale makes G's column (or row) small instead.
 //
 // Each 128 values of a row of A have a scale of their own. That is possible because the accumulators restart after at
-// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. The thresholds of
-// B's rows are not used, and no sum is recomputed: a coarse value of A or B is off by at most 2^-25, scaled. That is
+// most 128 of K. So a block can split a square of 128 x 128 values of G without knowing any others. No sum is
+// recomputed, so B's thresholds are not used: a coarse value of A or B is off by at most 2^-25 when scaled. That is
 // 2^-39 of the largest value that shares its scale, and 2^-20 of a value that is 2^19 times smaller. So where values of
-// a row of B, or the inverse_scale of 128 neighbouring rows, differ by factors above 2^19, as with a feature in seconds
-// since 1970, the gradients of the small ones are less accurate than SGEMM's.
+// a row of B, or the inverse_scale of 128 neighbouring rows, differ by factors of 2^19 or more, as with a feature in
+// seconds since 1970, or where G times an inverse_scale is below 2^-112, the gradients of the small ones are less
+// accurate than SGEMM's.
 //
 //                      for dX                        for dW
 //     row of A         a row of G, K = n             a column of G, K = m
@@ -648,66 +854,9 @@ extern "C" int launch_gradient_product(bool wgrad, const float* g, const float* 
     return launch_multiply<true>(a, b, inverse_scale_a, int(rows), int(k), terms, epilogue, stream);
 }
 
-// ---- The groups of linear_swish_group_norm ----
+// ---- The product's epilogue ----
 
-// The activation and its derivative. To use another, change `activation` and `activation_slope`, the lambda in
-// finish_group_cpu (C++), _swish_and_bias in Python, the Model, and the five places that hopper/'s file lists.
-// Importing this file compares the CPU's function with _swish_and_bias for |h| up to 9. harness.py compares the CPU's
-// and the GPU's results with the Model's. The activation's error must be small relative to its value, since a group of
-// small values is divided by its small spread. The slope must be finite for every finite h, as it is multiplied by G_v,
-// which may be 0. Two traps: where the sigmoid is near 0, a large h magnifies its absolute error; and an exp that
-// overflows makes 0 * infinity, NaN. (Mish is h t with n = e^h (e^h + 2) and t = n / (n + 2). Its exp must take h or
-// 20, whichever is less, on the CPU too. Its slope is t + h sigmoid(h) (1 - t^2): with rcp.approx t may stay below 1,
-// so there h must be limited, too. Of NaN both must be NaN: use comparisons, not fminf.)
-//
-// As measured, the activation's error is up to 2^-22.4 of its value for |h| < 1, rising to 2^-17.97 of it at h = -87.
-// Below -87.34 sigmoid is below 2^-126, which `ftz` flushes to 0.
-__device__ __forceinline__ float sigmoid(float h) {
-    float e, s;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));  // 2^(-h log2 e) = e^-h
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
-    return s;
-}
-__device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
-__device__ __forceinline__ float activation_slope(float h) { return fmaf(activation(h), 1 - sigmoid(h), sigmoid(h)); }
-__device__ __forceinline__ float reciprocal_sqrt(float v) {
-    // rsqrtf is off by up to two ulps. A Newton step halves that, but would make NaN, 0 * infinity, of 0 and infinity.
-    const float r = rsqrtf(v);
-    return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
-}
-// `lanes` neighbouring lanes hold one group of a row, each COUNT of its values v = activation(h) + bias. Subtracts the
-// group's mean, rounded to float32, from v. The normalised values are then v * rstd + shift, where `shift` makes up for
-// that rounding.
-template <int COUNT> __device__ __forceinline__ void center_group(
-    float (&v)[COUNT], int lanes, float eps, float& rstd, float& shift) {
-    const float share = 1.0f / (lanes * COUNT);  // multiplies each term of the mean: the plain sum could overflow
-    float mean = 0, deviations = 0, squares = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
-    mean = reduce(mean, lanes, __fadd_rn);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        v[i] -= mean;
-        deviations += v[i];
-        squares = fmaf(v[i], v[i], squares);
-    }
-    const float mean_square = reduce(squares, lanes, __fadd_rn) * share;
-    float mean_lo = reduce(deviations, lanes, __fadd_rn) * share;  // what the rounding of the mean left over
-    if (isinf(mean_square)) mean_lo = 0;  // rstd is to be 0: an infinite mean_lo would make it NaN, by inf - inf
-    rstd = reciprocal_sqrt(fmaf(-mean_lo, mean_lo, mean_square) + eps);
-    shift = -mean_lo * rstd;
-}
-// Turns a thread's COUNT values h of a group into the output. bias, gamma and beta are those of the values' columns.
-template <int COUNT> __device__ __forceinline__ void finish_group(float (&values)[COUNT], const float (&bias)[COUNT],
-    const float (&gamma)[COUNT], const float (&beta)[COUNT], int lanes, float eps) {
-    float rstd, shift;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) values[i] = activation(values[i]) + bias[i];
-    center_group(values, lanes, eps, rstd, shift);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) values[i] = fmaf(fmaf(values[i], rstd, shift), gamma[i], beta[i]);
-}
-// The epilogue of the product. `out` must be null unless groups have 64 features: four neighbouring lanes hold one.
+// `out` must be null unless groups have 64 features: four neighbouring lanes hold one.
 struct StoreSwishGroupNorm {
     LinearLayer linear;
     const float *bias, *gamma, *beta;
@@ -756,122 +905,6 @@ __global__ void __launch_bounds__(kMultiplyThreads, 3)
     }
     epilogue(thread_row, thread_column, values);
 }
-// Turns h (m, n) into the output where no epilogue does it, for groups of 8, 16, 32, 64 or 128. `lanes` neighbouring
-// lanes hold a group. A thread has one pack, 16 bytes of columns, in each of kThreadRows rows, so it loads their bias,
-// gamma and beta once.
-constexpr int kThreadRows = 4;  // so a thread has four loads of h in flight
-template <typename T> __global__ void __launch_bounds__(256)
-    finish_groups(const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma,
-        const T* __restrict__ beta, T* __restrict__ out, int64_t m, unsigned packs_of_row, float eps, int lanes) {
-    constexpr int V = 16 / sizeof(T);
-    const unsigned index = blockIdx.x * 256 + threadIdx.x, pack_column = index % packs_of_row;
-    const int64_t thread_row = int64_t(index / packs_of_row) * kThreadRows;
-    const auto load = [&](float (&to)[V], const T* from, int64_t row) {
-        const Pack<T, V> pack = reinterpret_cast<const Pack<T, V>*>(from)[row * packs_of_row + pack_column];
-#pragma unroll
-        for (int j = 0; j < V; ++j) to[j] = float(pack.value[j]);
-    };
-    float own_bias[V], own_gamma[V], own_beta[V], values[kThreadRows][V];
-    load(own_bias, bias, 0);
-    load(own_gamma, gamma, 0);
-    load(own_beta, beta, 0);
-    // All four loads are issued before any is used. In place of rows past the end the last row is read, and not stored.
-#pragma unroll
-    for (int r = 0; r < kThreadRows; ++r) load(values[r], h, min(thread_row + r, m - 1));
-#pragma unroll
-    for (int r = 0; r < kThreadRows; ++r) {
-        finish_group(values[r], own_bias, own_gamma, own_beta, lanes, eps);
-        Pack<T, V> pack;
-#pragma unroll
-        for (int j = 0; j < V; ++j) pack.value[j] = T(values[r][j]);
-        const int64_t row = thread_row + r;
-        if (row < m) reinterpret_cast<Pack<T, V>*>(out)[row * packs_of_row + pack_column] = pack;
-    }
-}
-
-// The gradients. `grad` is the gradient of the output, z = (v - mean) * rstd, and d = grad * gamma is the gradient of
-// z. In each group the gradients of v and h are
-//
-//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * activation_slope(h)
-//
-// The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad z and grad.
-//
-// A block owns 128 rows and 128 columns of G, a warp every eighth row, a lane four columns, and `lanes` neighbouring
-// lanes a group. The block writes G to g, and the four sums over its rows to partials[blockIdx.x][4][n].
-constexpr int kBlockRows = 128;  // a column of a block has 4 sums, so `partials` has 4/128 as many values as G
-template <typename T> __global__ void __launch_bounds__(256, 3) group_gradients(const T* __restrict__ grad,
-    const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, float* __restrict__ partials,
-    int m, int n, int lanes, float eps, T* __restrict__ g) {
-    __shared__ float warp_sums[8][4][128];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int64_t first_row = int64_t(blockIdx.x) * kBlockRows;
-    const int first_column = blockIdx.y * 128, column = first_column + lane * 4;
-    const bool inside = column < n;
-    // Outside the n columns a lane has zeros, and goes on, since all 32 must take part in shuffles.
-    const auto load_pack = [&](const T* from, int64_t row) {
-        return inside ? *reinterpret_cast<const Pack<T, 4>*>(from + row * n + column) : Pack<T, 4>();
-    };
-    const Pack<T, 4> own_bias = load_pack(bias, 0), own_gamma = load_pack(gamma, 0);
-    float sums[4][4] = {};  // of G, G_v, grad z and grad, for each of the lane's four columns
-#pragma unroll 2
-    for (int64_t row = first_row + warp; row < min(first_row + kBlockRows, int64_t(m)); row += 8) {
-        const Pack<T, 4> own_h = load_pack(h, row), own_grad = load_pack(grad, row);
-        Pack<T, 4> own_g;
-        const float share = 1.0f / (4 * lanes);
-        float z[4], d[4], rstd, shift, sum_d = 0, sum_dz = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) z[i] = activation(float(own_h.value[i])) + float(own_bias.value[i]);
-        center_group(z, lanes, eps, rstd, shift);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            z[i] = fmaf(z[i], rstd, shift);
-            const float grad_i = float(own_grad.value[i]);
-            sums[2][i] = fmaf(grad_i, z[i], sums[2][i]);
-            sums[3][i] += grad_i;
-            d[i] = grad_i * float(own_gamma.value[i]);
-            sum_d += d[i];
-            sum_dz = fmaf(d[i], z[i], sum_dz);
-        }
-        const float mean_d = reduce(sum_d, lanes, __fadd_rn) * share;
-        const float mean_dz = reduce(sum_dz, lanes, __fadd_rn) * share;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float g_v = rstd * (d[i] - mean_d - z[i] * mean_dz);
-            const float g_i = g_v * activation_slope(float(own_h.value[i]));
-            sums[0][i] += g_i;
-            sums[1][i] += g_v;
-            own_g.value[i] = T(g_i);
-        }
-        if (inside) *reinterpret_cast<Pack<T, 4>*>(g + row * n + column) = own_g;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) warp_sums[warp][i / 4][lane * 4 + i % 4] = sums[i / 4][i % 4];
-    __syncthreads();
-    for (int i = threadIdx.x; i < 4 * 128; i += 256) {
-        float total = 0;
-        for (int w = 0; w < 8; ++w) total += warp_sums[w][i / 128][i % 128];
-        const int sum_column = first_column + i % 128;
-        if (sum_column < n) partials[(int64_t(blockIdx.x) * 4 + i / 128) * n + sum_column] = total;
-    }
-}
-// Adds up the partial sums of group_gradients' blocks, in double. `partials` is (count, 4 n). A block owns 32 of the
-// 4 n columns, and a warp adds every eighth row of them.
-template <typename T> __global__ void __launch_bounds__(256)
-    add_partials(const float* __restrict__ partials, int count, int n, T* __restrict__ sums) {
-    __shared__ double warp_sums[8][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
-    double sum = 0;
-#pragma unroll 4
-    for (int i = warp; i < count && column < 4 * n; i += 8) sum += partials[int64_t(i) * 4 * n + column];
-    warp_sums[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || column >= 4 * n) return;
-    for (int w = 1; w < 8; ++w) sum += warp_sums[w][lane];
-    sums[column] = T(float(sum));
-}
-
-// ---- What the C++ calls. Pointers are to device memory, 16-byte aligned. ----
-
 // Where TF32 is allowed: writes hi of x's m rows, then of W's n rows, to `pieces`, for cuBLAS, and the rows'
 // inverse_scale, then their threshold, to `inverse_scales_thresholds`.
 extern "C" int launch_split_hi(const float* x, const float* weight, void* pieces, float* inverse_scales_thresholds,
@@ -898,34 +931,6 @@ extern "C" int launch_forward(const float* x, const float* weight, const float* 
     const int64_t stride = stride_of(k, 2);
     const Operand a = {halves, int(m), stride}, b = {halves + m * stride, int(n), stride};
     return launch_multiply<false>(a, b, inverse_scales_thresholds, 0, int(n), k, epilogue, stream);
-}
-// From h (m, n), the linear layer's output: writes the network's output to out.
-extern "C" int launch_finish(int dtype, const void* h, const void* bias, const void* gamma, const void* beta, void* out,
-    int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
-    return with_dtype(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        constexpr int V = 16 / sizeof(T);
-        // The kernel's index is below 256 times the number of blocks. It fits 32 bits if there are at most 2^24 blocks
-        // of 16 KiB. That is not checked: with more, h and out would take over 512 GiB, more than a GPU has.
-        const unsigned blocks = unsigned(divide_up(divide_up(m, kThreadRows) * n / V, 256));
-        finish_groups<<<blocks, 256, 0, stream>>>(
-            as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), m, unsigned(n / V), eps, int(n / groups / V));
-    });
-}
-extern "C" int64_t partials_count(int64_t m) { return divide_up(m, kBlockRows); }
-// Writes G to g, and to `sums` (4, n) the gradients of the linear bias, bias, gamma and beta.
-extern "C" int launch_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
-    return with_dtype(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        const auto as = [](const void* p) { return static_cast<const T*>(p); };
-        const dim3 blocks(unsigned(partials_count(m)), unsigned(divide_up(n, 128)));
-        group_gradients<T><<<blocks, 256, 0, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
-            int(n / groups / 4), eps, static_cast<T*>(g));
-        add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(
-            partials, int(blocks.x), int(n), static_cast<T*>(sums));
-    });
 }
 """
 
@@ -1004,29 +1009,37 @@ at::Tensor gradient_product_cuda(const at::Tensor& g, const at::Tensor& w_or_x, 
 }
 #endif
 
-// The rest of the network from h (m, n); the vectors have n values. All are of one dtype and device.
+// h or the output is (m, n), the vectors have n values. All are of one dtype and device.
+void check_vectors(const at::Tensor& h_or_out, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
+    int64_t groups) {
+    TORCH_CHECK(h_or_out.dim() == 2 && groups > 0 && h_or_out.sym_size(1) % groups == 0, groups, " groups of h (m, n)");
+    for (const at::Tensor& t : {bias, gamma, beta}) {
+        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == h_or_out.sym_size(1), "bias, gamma and beta (n)");
+        TORCH_CHECK(
+            t.scalar_type() == h_or_out.scalar_type() && t.device() == h_or_out.device(), "one dtype and device");
+    }
+}
+// The rest of the network from h.
 at::Tensor finish_meta(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double) {
-    TORCH_CHECK(h.dim() == 2 && groups > 0 && h.sym_size(1) % groups == 0, "h (m, n) in ", groups, " groups");
-    for (const at::Tensor& t : {bias, gamma, beta}) {
-        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == h.sym_size(1), "bias, gamma and beta (n)");
-        TORCH_CHECK(t.scalar_type() == h.scalar_type() && t.device() == h.device(), "one dtype and device");
-    }
+    check_vectors(h, bias, gamma, beta, groups);
     return at::empty_symint(h.sym_sizes(), h.options());
 }
 // The whole network, of x (m, k) and weight (n, k) in float32: its output and, if `returns_h`, h.
 std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
-    int64_t groups, double eps, bool, bool returns_h) {
+    int64_t groups, double, bool, bool returns_h) {
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(linear_bias.dim() == 1 && linear_bias.sym_size(0) == weight.sym_size(0), "linear_bias (n)");
-    const at::Tensor h = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
-    return {finish_meta(h, bias, gamma, beta, groups, eps), returns_h ? h : at::empty({0}, x.options())};
+    const at::Tensor out = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+    check_vectors(out, bias, gamma, beta, groups);
+    return {out, returns_h ? at::empty_like(out) : at::empty({0}, x.options())};
 }
 // The gradient of h, and as rows of a matrix (4, n) those of the linear bias, bias, gamma and beta.
 std::tuple<at::Tensor, at::Tensor> finish_backward_meta(const at::Tensor& grad, const at::Tensor& h,
     const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps) {
     TORCH_CHECK(grad.scalar_type() == h.scalar_type() && grad.sym_sizes() == h.sym_sizes(), "grad (m, n)");
+    // gamma stands for beta, which is not needed.
     return {finish_meta(h, bias, gamma, gamma, groups, eps), at::empty_symint({4, bias.sym_size(0)}, bias.options())};
 }
 
@@ -1083,7 +1096,7 @@ extern "C" int launch_group_gradients(int dtype, const void* grad, const void* h
     float* partials, void* g, void* sums, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 
 void check_groups(int64_t n, int64_t groups) {
-    TORCH_CHECK(n % groups == 0 && 128 % (n / groups) == 0 && n / groups >= 8, "groups of 8, 16, 32, 64 or 128");
+    TORCH_CHECK(n % groups == 0 && n / groups >= 8 && 128 % (n / groups) == 0, "groups of 8, 16, 32, 64 or 128");
 }
 at::Tensor finish_cuda(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps) {
@@ -1125,7 +1138,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::T
             ? at::mm(x_pieces.to(at::kFloat), weight_pieces.to(at::kFloat))
             : at::mm(x_pieces, weight_pieces, at::kFloat);
     } else if (stores_h) {
-        h = at::empty_like(out);
+        h = epilogue_finishes ? at::empty_like(out) : out;  // finish_cuda makes the output
     }
     check_launch(launch_forward(floats(aligned_x), floats(aligned_weight), floats(aligned_linear_bias),
         floats(aligned_bias), floats(aligned_gamma), floats(aligned_beta), tf32 ? floats(h) : nullptr,
@@ -1140,7 +1153,7 @@ std::tuple<at::Tensor, at::Tensor> finish_backward_cuda(const at::Tensor& grad, 
     const at::Tensor aligned_grad = aligned(grad), aligned_h = aligned(h);
     const at::Tensor aligned_bias = aligned(bias), aligned_gamma = aligned(gamma);
     const int64_t m = h.size(0), n = h.size(1);
-    TORCH_CHECK(m > 0, "h with one row or more");
+    TORCH_CHECK(0 < m && m < int64_t(1) << 31, "h with 1 to 2^31 - 1 rows");
     check_groups(n, groups);
     const at::Tensor partials = at::empty({partials_count(m), 4, n}, h.options().dtype(at::kFloat));
     check_launch(launch_group_gradients(kernel_dtype(h), aligned_grad.data_ptr(), aligned_h.data_ptr(),
@@ -1322,13 +1335,12 @@ def _adds_in_fp16() -> bool:  # PyTorch then refuses an fp16 product with a floa
 
 # What torch.compiler.assume_constant_result sets, without an import of torch._dynamo. PyTorch compiles anew if TF32 is
 # switched, but not if allow_fp16_accumulation is: for that forward_cuda has a second way.
-_allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
-_adds_in_fp16._dynamo_marked_constant = True
-_exports_layers._dynamo_marked_constant = True
+for _function in (_allows_tf32, _is_exporting, _adds_in_fp16, _exports_layers):
+    _function._dynamo_marked_constant = True
 
 NAMESPACE = _load("linear_swish_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
-# The types that this CPU has no instructions for, so that it computes them in float32 (bfloat16 only with AVX2 or
+# The 16-bit types that this CPU has no instructions for: they are computed in float32 (bfloat16 only with AVX2 or
 # AVX512). From 32 rows on bfloat16 layers are 2 to 4 times as fast then, float16 layers 2 to 9 times, the conversions
 # included.
 _CPU_UPCASTS = set()
@@ -1390,11 +1402,11 @@ def _gradient_product(g: torch.Tensor, w_or_x: torch.Tensor, wgrad: bool, by_pie
 
 
 def _split_pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a large product is worth its split. Without TF32: whether this GPU is in _SPLIT_GPUS. With it: whether no
-    program is exported, PyTorch gives an fp16 product in float32, the epilogue takes groups of this size, and cuBLAS's
-    fp16 product saves more time than the split takes. The product saves time on each of m n k multiplications, and the
-    split takes time for each of (m + n) k values. On an H200 700 multiplications save what one value takes. Here 2048
-    multiplications per value are asked for, a margin for other GPUs."""
+    """Whether a large product is worth its split. Without TF32: whether this GPU is in _SPLIT_GPUS. With TF32: whether
+    no program is exported, PyTorch gives an fp16 product in float32, the epilogue takes groups of this size, and
+    cuBLAS's fp16 product saves more time than the split takes. The product saves time on each of m n k multiplications,
+    and the split takes time for each of (m + n) k values. On an H200 700 multiplications save what one value takes.
+    Here 2048 multiplications per value are asked for, a margin for other GPUs."""
     if not _allows_tf32() or x.device.index not in _TF32_GPUS:
         return x.device.index in _SPLIT_GPUS
     m, n = x.shape[0], weight.shape[0]
@@ -1404,8 +1416,9 @@ def _split_pays(norm: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _is_upcast(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a CPU computes 16-bit inputs in float32 and rounds only the output: from 32 rows on, below which that is
-    no faster. An exported program does so for any number of rows, as a condition on that number would restrict it."""
+    """Whether a CPU computes 16-bit inputs in float32 and rounds only the output: from 32 rows on, as with fewer that
+    is no faster. An exported program does so for any number of rows, as a condition on that number would restrict
+    it."""
     if not isinstance(x, torch.Tensor) or not x.is_cpu or x.dtype not in _CPU_UPCASTS:
         return False
     return _is_layer(linear, x) and (_is_exporting() or x.shape[0] >= 32)
@@ -1415,13 +1428,8 @@ def _swish_and_bias(h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(h) * h + bias
 
 
-def _finish_plainly(norm, bias: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """What follows the linear layer, by the Model's own lines."""
-    return norm(_swish_and_bias(h, bias))
-
-
 def _finish_functionally(h, bias, gamma, beta, groups: int, eps: float) -> torch.Tensor:
-    """The same, of tensors in place of the module."""
+    """What follows the linear layer, of tensors in place of the module."""
     return nn.functional.group_norm(_swish_and_bias(h, bias), groups, gamma, beta, eps)
 
 
@@ -1465,7 +1473,7 @@ def _finish(norm: nn.Module, bias: torch.Tensor, h: torch.Tensor) -> torch.Tenso
         vectors = bias, norm.weight, norm.bias
         if not _is_recorded(h, *vectors):
             return _operators.finish(h, *vectors, norm.num_groups, norm.eps)
-    return _finish_plainly(norm, bias, h)
+    return norm(_swish_and_bias(h, bias))
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
@@ -1523,7 +1531,7 @@ class ModelNew(nn.Module):
         linear, norm, bias = self.matmul, self.group_norm, self.bias
         # The cheapest test comes first: a small layer that our kernels do not take costs little more than the Model's.
         if type(norm) is nn.GroupNorm and norm.num_channels // norm.num_groups not in _GROUP_SIZES:
-            return _finish_plainly(norm, bias, linear(x))
+            return norm(_swish_and_bias(linear(x), bias))
         split = _is_large_layer(linear, x) and _split_pays(norm, x, linear.weight)
         # With grad mode off, a product that is not split is launched first, and the rest is checked in the last line.
         checked_first = split or (torch.is_grad_enabled() and _is_layer(linear, x) and x.is_cuda)
